@@ -337,6 +337,7 @@ def test_a_core_that_fails_is_never_ready(
     server = Server(repository)
     with running(server):
         health = HealthCheck(find_pipelines(repository), server.metrics_url)
+        assert health.ask(f"http://{server.http_url}") == ["minilm_packed"]
         find_fault, now = partial(health.find_fault, f"http://{server.http_url}"), time.monotonic()
         with pytest.raises(
             ServerError, match=rf"failed the health-check request.*{failure}"

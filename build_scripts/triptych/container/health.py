@@ -90,9 +90,9 @@ class HealthCheck:
         self._progress.write()
         return next(filter(None, faults), None)
 
-    def ask(self, url: str) -> None:
-        """Send each pipeline its request."""
-        self._ask_all(url)
+    def ask(self, url: str) -> list[str]:
+        """Send each pipeline its request; return those whose core fails it."""
+        return [asked.pipeline for asked, fault in self._ask_all(url) if fault and fault.is_of_core]
 
     def _ask_all(self, url: str) -> list[tuple[_Question, _Fault | None]]:
         with ThreadPoolExecutor(len(self._questions) or 1) as pool:
@@ -127,11 +127,13 @@ class _Fault(NamedTuple):
     Attributes:
         may_be_busy: Whether a server that computes other requests may show it, too.
         is_refusal: Whether a step refused the request because of overload.
+        is_of_core: Whether neither a step nor a full queue refused the request.
     """
 
     text: str
     may_be_busy: bool = False
     is_refusal: bool = False
+    is_of_core: bool = False
 
 
 class _Question(NamedTuple):
@@ -220,7 +222,8 @@ def _fault(
         # Triton itself refuses requests with this status if a queue is full or a wait too long.
         by_triton = code is None and error.code == HTTPStatus.SERVICE_UNAVAILABLE
         text = f"{what} does not answer (HTTP {error.code}: {said})"
-        return _Fault(text, by_triton or code == OVERLOADED, code == OVERLOADED)
+        is_of_core = code is None and not by_triton
+        return _Fault(text, by_triton or code == OVERLOADED, code == OVERLOADED, is_of_core)
     except OSError as error:
         reason = getattr(error, "reason", error)
         is_slow = isinstance(reason, TimeoutError)

@@ -74,6 +74,7 @@ _DRAIN_POLL_S = 0.02
 _QUIET_S = 0.2
 _LAST_WRITE_S = 2.0
 _ASK_S = 0.5
+_FAILED_BY_CORE = 3  # with several cores, one may still compute what came before
 _LOOK_S = 1.0
 # A step ends within this time after its signal, also on a busy machine.
 _MAX_END_S = 15.0
@@ -185,7 +186,7 @@ def _is_child(pid: int, parent: int) -> bool:
     return fields[0] != "Z" and int(fields[1]) == parent
 
 
-def drain(server: int, grace_s: float, ask: Callable[[], object], prefix: str = "") -> bool:
+def drain(server: int, grace_s: float, ask: Callable[[], Sequence[str]], prefix: str = "") -> bool:
     """Stop admission to the pipelines of a server and wait until all requests are answered.
 
     After a stop signal Triton itself rejects the next step of requests in flight.
@@ -193,8 +194,10 @@ def drain(server: int, grace_s: float, ask: Callable[[], object], prefix: str = 
     Args:
         server: Process id of the server.
         grace_s: Maximum wait in seconds.
-        ask: Function that sends a request to each pipeline. It is called in a thread while requests
-            are in flight, because an answer shows which of them are lost.
+        ask: Function that sends a request to each pipeline, and returns those whose core fails it.
+            It is called in a thread while requests are in flight, because an answer shows which of
+            them are lost. Postprocess sees no request that a core fails, so that all requests are
+            taken for failed if the core fails `_FAILED_BY_CORE` in turn.
         prefix: Prefix of the server's files in shared memory, if it differs from this process.
 
     Returns:
@@ -204,15 +207,23 @@ def drain(server: int, grace_s: float, ask: Callable[[], object], prefix: str = 
     pipelines = InFlight.of_server(server, prefix)
     for pipeline in pipelines:
         pipeline.stop_admitting()
-    asking = Thread()
+    asking, failed = Thread(), Counter[str]()
+
+    def question() -> None:
+        names = ask()
+        for name in failed.keys() - names:
+            del failed[name]
+        failed.update(names)
+
     quiet_until = ask_at = time.monotonic() + _QUIET_S
     while True:
         now = time.monotonic()
-        if any(pipeline.requests() for pipeline in pipelines):
+        awaited = [each for each in pipelines if failed[each.pipeline] < _FAILED_BY_CORE]
+        if any(pipeline.requests() for pipeline in awaited):
             quiet_until = now + _LAST_WRITE_S
             if now > ask_at and not asking.is_alive():
                 ask_at = now + _ASK_S
-                asking = Thread(target=ask, daemon=True)
+                asking = Thread(target=question, daemon=True)
                 asking.start()
         elif now >= quiet_until:
             return True
@@ -294,7 +305,7 @@ def supervise(
     *,
     is_ready: Callable[[], bool],
     find_fault: Callable[[], str | None],
-    ask: Callable[[], object],
+    ask: Callable[[], Sequence[str]],
     grace_s: float,
     is_refused: Callable[[], bool] = lambda: False,
 ) -> int:
@@ -406,7 +417,7 @@ def _kill(server: subprocess.Popen[bytes]) -> None:
     server.wait()
 
 
-def _stop(server: subprocess.Popen[bytes], grace_s: float, ask: Callable[[], object]) -> int:
+def _stop(server: subprocess.Popen[bytes], grace_s: float, ask: Callable[[], Sequence[str]]) -> int:
     deadline = time.monotonic() + grace_s
     drained = drain(server.pid, grace_s, ask)
     server.terminate()

@@ -67,6 +67,7 @@ class InFlight:
             no requests.
 
     Attributes:
+        pipeline: Name of the pipeline.
         slot: Slot of this process.
     """
 
@@ -107,7 +108,7 @@ class InFlight:
         return found
 
     def _open(self, path: Path) -> None:
-        self.path = path
+        self.path, self.pipeline = path, path.name.rpartition(".")[2]
         path.touch(0o600)
         marks = SLOTS * MARKS
         with path.open("r+b") as file:
