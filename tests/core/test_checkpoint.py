@@ -167,6 +167,19 @@ def test_only_a_folder_with_a_file_has_one_as_its_source(tmp_path: Path) -> None
     check_refused(["tokenizer.source", "tokenizer.json"], load_tokenizer, tmp_path, "file")
 
 
+def test_a_context_before_the_question_is_refused(tmp_path: Path, minilm_folder: Path) -> None:
+    """The pipeline of transformers 4 puts it there if the tokenizer pads on the left."""
+    task, make = MODELS["answers"]
+    model = make(tmp_path / "m", minilm_folder, traffic_texts())
+    folder = write_pipeline(tmp_path / "p", task=task, model={"source": str(model)})
+    line = json.dumps({"text": "Where is it?", "text_pair": "It is in the box."})
+    (folder / "traffic.jsonl").write_text(line, encoding="utf-8")
+    spec = load_spec(folder)
+    check_tokens(read_inputs(spec, quiet))
+    change(model / "tokenizer_config.json", padding_side="left")
+    check_refused(["padding_side in tokenizer_config.json", "left"], read_inputs, spec, quiet)
+
+
 HEADS = (
     "SEQUENCE_CLASSIFICATION AutoModelForSequenceClassification",
     "TOKEN_CLASSIFICATION AutoModelForTokenClassification",

@@ -171,6 +171,7 @@ class ModelInfo:
         vocabulary: Number of tokens in the vocabulary.
         special_ids: Ids of the tokenizer's special tokens.
         unk_token_id: Id of the token for unknown text; None if every text is known.
+        padding_side: Side on which the tokenizer pads: ``right`` or ``left``.
         image: Settings of the image processor; None for text models.
         layers: Number of layers in the encoder.
         heads: Number of attention heads in a layer.
@@ -203,6 +204,7 @@ class ModelInfo:
     vocabulary: int | None = None
     special_ids: tuple[int, ...] = ()
     unk_token_id: int | None = None
+    padding_side: str = "right"
     image: ImageInfo | None = None
     layers: int | None = None
     heads: int | None = None
@@ -214,6 +216,7 @@ class ModelInfo:
         """Fields that affect the core, as plain data, without prompts and estimates of cost."""
         aside = {"prompts", "default_prompt", "free_prompt", "special_ids", "pair_template"}
         aside |= {"layers", "heads", "intermediate_size", "library_length", "entailment"}
+        aside |= {"padding_side"}
         aside |= {"own"} if self.own is None else set()
         return {key: value for key, value in asdict(self).items() if key not in aside}
 

@@ -350,6 +350,7 @@ def read_model_info(
         mask_token_id=texts.mask_token_id,
         special_ids=texts.special_ids,
         unk_token_id=texts.unk_token_id,
+        padding_side=texts.padding_side,
         vocabulary=config.get("vocab_size"),
         image=image,
         layers=size("num_hidden_layers"),
@@ -366,6 +367,7 @@ class _TextInfo(NamedTuple):
     mask_token: str | None = None
     mask_token_id: int | None = None
     unk_token_id: int | None = None
+    padding_side: str = "right"
     special_ids: tuple[int, ...] = ()
     lowercase: bool = False
     logit_score: LogitScore | None = None
@@ -391,6 +393,7 @@ def _read_texts(
         mask_token=tokenizer.mask_token,
         mask_token_id=tokenizer.mask_token_id,
         unk_token_id=tokenizer.unk_token_id,
+        padding_side=tokenizer.padding_side,
         special_ids=tuple(tokenizer.all_special_ids),
         lowercase=_lowers(tokenizer.backend_tokenizer.normalizer),
         logit_score=logit_score,

@@ -175,6 +175,19 @@ _QUESTION_ANSWERING_CORE = Core(
     outputs=(Tensor("start_logit", "FP32", ("tokens",)), Tensor("end_logit", "FP32", ("tokens",))),
 )
 
+
+def _check_question_answering(info: ModelInfo) -> None:
+    if info.padding_side != "right":
+        raise UserError(
+            "padding_side in tokenizer_config.json",
+            "must be right for question-answering: otherwise the pipeline of transformers 4 puts "
+            "the context before the question, which is not supported",
+            given=info.padding_side,
+            remedy="Choose a model trained with the question first. If this one was, set "
+            "padding_side to right in a copy of its folder",
+        )
+
+
 QUESTION_ANSWERING = Task(
     name="question-answering",
     inputs=(TEXT, TEXT_PAIR),
@@ -198,6 +211,7 @@ QUESTION_ANSWERING = Task(
     has_row_metadata=True,
     view=View("answer"),
     max_length=384,  # as transformers' pipeline has it
+    check=_check_question_answering,
 )
 
 
