@@ -161,6 +161,32 @@ def test_labels_are_those_of_the_pipeline(tokenizer: Any, problem: str) -> None:
         assert found["scores"].dtype == class_score.dtype
 
 
+def test_labels_above_a_threshold_are_those_of_the_scores() -> None:
+    scores = np.array([[0.9, 0.6, 0.2], [0.4, 0.3, 0.1], [0.7, 0.5, 0.5]], np.float32)
+    outputs = {"class_id": np.array([[2, 0, 1], [0, 1, 2], [1, 2, 0]], np.int32)}
+    outputs |= {"class_score": scores}  # type: ignore[dict-item]
+    decoder = decode_rows.ClassDecoder({"labels": ["a", "b", "c"]}, Path())
+    cases: list[tuple[dict[str, Any], list[list[str]]]] = [
+        ({}, [["c", "a"], ["", ""], ["b", ""]]),
+        ({"threshold": 0.65}, [["c"], [""], ["b"]]),
+        ({"threshold": 0.95}, [[""], [""], [""]]),
+        ({"threshold": 0.15}, [["c", "a", "b"], ["a", "b", ""], ["b", "c", "a"]]),
+        ({"threshold": 0.15, "top_k": 2}, [["c", "a"], ["a", "b"], ["b", "c"]]),
+        ({"threshold": 0.5, "top_k": 1}, [["c"], [""], ["b"]]),
+        ({"top_k": 2}, [["c", "a"], ["a", "b"], ["b", "c"]]),  # as before
+    ]
+    for parameters, labels in cases:
+        found = decoder.decode(outputs, [], parameters)
+        assert texts_of(found["label"]) == labels, parameters
+        kept = np.array([[label != "" for label in row] for row in labels])
+        expected = np.where(kept, scores[:, : kept.shape[1]], 0)
+        np.testing.assert_array_equal(found["score"], expected)
+        assert found["score"].dtype == np.float32
+        assert all(array.flags.c_contiguous for array in found.values())
+    outputs["class_score"] = np.array([[np.nan, 0.2, 0.1]] * 3, np.float32)
+    assert np.isnan(decoder.decode(outputs, [], {})["score"]).all()
+
+
 @pytest.mark.parametrize("kind", ["byte-level", "unigram", "wordpiece"])
 def test_every_token_is_written_as_transformers_does(
     tokenizer: Any, tmp_path: Path, kind: str

@@ -32,7 +32,13 @@ from triptych.spec.backends import Precision
 from triptych.spec.fields import Custom
 from triptych.spec.tasks import TASKS
 from triptych.spec.tasks.accuracy import METRICS, TOLERANCES, metrics_of, thresholds
-from triptych.spec.tasks.compare import Comparison, compare_anything, rank_correlation, spearman
+from triptych.spec.tasks.compare import (
+    Comparison,
+    compare_anything,
+    compare_label_sets,
+    rank_correlation,
+    spearman,
+)
 from triptych.spec.tasks.custom import custom_task
 from triptych.spec.tasks.eval_file import first_rows, read_labels
 from triptych.spec.tasks.labeled import (
@@ -191,6 +197,35 @@ def test_custom_outputs_differ_by_their_largest_difference() -> None:
     ]
     assert against("custom", got, wanted) == Comparison({}, [0.5, 1.0, INF])
     assert against("custom", [{"x": np.ones((1, 3)), "y": words("a")}], wanted[:1]).badness == [INF]
+
+
+def test_sets_of_labels_differ_by_their_distance_from_the_threshold() -> None:
+    def outputs(**scores: float) -> dict[str, Any]:
+        names = [name.strip("_").encode() for name in scores]
+        return {"label": np.array([names], object), "score": np.array([[*scores.values()]])}
+
+    none = outputs(_=0.0)  # an empty label: none passes
+    cases = [
+        (outputs(a=0.9, b=0.7), outputs(a=0.9, b=0.7), True, 0.0),
+        (outputs(a=0.8, b=0.7), outputs(a=0.9, b=0.7), True, 0.1),
+        (outputs(a=0.9), outputs(a=0.9, b=0.7), False, 0.2),
+        (outputs(a=0.9, b=0.7), outputs(a=0.9, _=0.0), False, 0.2),
+        (outputs(a=0.9), outputs(a=0.9, b=0.5 + 1e-6), True, 1e-6),
+        (none, none, True, 0.0),
+        (none, outputs(a=0.6), False, 0.1),
+        (outputs(a=0.9), outputs(b=0.9), False, 0.4),
+        (outputs(a=np.nan), outputs(a=0.9), False, np.inf),
+        ({}, outputs(a=0.9), False, np.inf),
+    ]
+    for got, wanted, agrees, difference in cases:
+        found = compare_label_sets([got], [wanted], ["x"], threshold=0.5)
+        assert found.values["label_agreement"] == agrees, (got, wanted)
+        values = [found.values["max_probability_difference"], found.badness[0] - (not agrees)]
+        assert values == pytest.approx([difference, difference]), (got, wanted)
+    found = compare_label_sets(
+        [none, outputs(a=0.9)], [outputs(a=0.6)] * 2, ["x"] * 2, threshold=0.5
+    )
+    assert found.values["confidence_shift"] == pytest.approx(0.1)
 
 
 def test_every_task_has_limits_in_every_precision() -> None:

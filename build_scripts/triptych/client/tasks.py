@@ -211,9 +211,12 @@ def classify(
     *,
     text_pairs: Texts | None = None,
     top_k: int | None = None,
+    threshold: float | None = None,
     timeout_s: float | None = None,
 ) -> TaskCall[list[list[Choice]], list[Choice]]:
     """Choose the best `top_k` labels of each text, or of each pair of a text and a second text.
+
+    Of a multi-label model, the labels with a score above `threshold` are chosen, at most `top_k`.
 
     Pipelines with ``pairs: true`` require `text_pairs`, one for each text; others have none.
 
@@ -221,18 +224,25 @@ def classify(
         For each text its labels, best first.
     """
     inputs = {"text": texts} if text_pairs is None else {"text": texts, "text_pair": text_pairs}
-    return _choices(inputs, _given(top_k=top_k), timeout_s)
+    return _choices(inputs, _given(top_k=top_k, threshold=threshold), timeout_s)
 
 
 def classify_images(
-    images: Sequence[bytes], *, top_k: int | None = None, timeout_s: float | None = None
+    images: Sequence[bytes],
+    *,
+    top_k: int | None = None,
+    threshold: float | None = None,
+    timeout_s: float | None = None,
 ) -> TaskCall[list[list[Choice]], list[Choice]]:
     """Choose the best `top_k` labels of each image, encoded as in its file (JPEG, PNG and others).
+
+    Of a multi-label model, the labels with a score above `threshold` are chosen, at most `top_k`.
 
     Returns:
         For each image its labels, best first.
     """
-    return _choices({"image": images}, _given(top_k=top_k), timeout_s)
+    parameters = _given(top_k=top_k, threshold=threshold)
+    return _choices({"image": images}, parameters, timeout_s)
 
 
 def classify_zero_shot(
@@ -387,7 +397,8 @@ def _ranked(
 
     def read_row(_: int, outputs: RowOutputs) -> list[Named]:
         pairs = zip(outputs[names].tolist(), outputs["score"].tolist(), strict=True)
-        return [make(name.decode(), score) for name, score in pairs]
+        # Rows with fewer labels than others end with empty ones.
+        return [make(name.decode(), score) for name, score in pairs if name or score]
 
     return TaskCall(inputs, parameters, (names, "score"), _by_row(read_row), read_row, timeout_s)
 

@@ -46,7 +46,7 @@ from triptych.spec.tasks.custom import custom_task, with_added_outputs
 from triptych.spec.tasks.eval_file import EVAL_FILE, first_rows, read_labels
 from triptych.spec.tasks.labeled import LabeledRow
 from triptych.spec.tasks.own import own_task
-from triptych.spec.tasks.task import with_class_scores
+from triptych.spec.tasks.task import with_class_scores, with_threshold
 from triptych.spec.traffic import TRAFFIC_FILE, TrafficRow, read_traffic
 from triptych.spec.tuned import Tuned, describe_tuned, read_tuned
 
@@ -276,6 +276,7 @@ def read_inputs(
     task, info = with_logit_score(task, info)
     info = _with_length(info, spec, task, progress)
     _warn_of_labels(info, task, progress)
+    task = with_threshold(task, info, spec.parameters)
     if spec.serving.class_scores:
         task = with_class_scores(task, info)
     _check_max_length(spec, info)

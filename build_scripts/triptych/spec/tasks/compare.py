@@ -199,6 +199,42 @@ def compare_labels(
     return Comparison(values, badness)
 
 
+def compare_label_sets(
+    got: Sequence[Outputs],
+    wanted: Sequence[Outputs],
+    queries: Sequence[str],
+    *,
+    threshold: float,
+) -> Comparison:
+    """Return `LABEL_METRICS` of multi-label models; badness adds 1 for another set of labels.
+
+    A label that only one list has differs by its distance from the `threshold`, where it may have
+    been left out of the other one. Within a tie of it, the sets agree.
+    """
+    agrees, differences, shifts = [], [], []
+    for g, w in _read(got, wanted, "label"):
+        some, others = ({n: s for n, s in each.scores.items() if n[0]} for each in (g, w))
+        changes = [abs(some[name] - others[name]) for name in some.keys() & others.keys()]
+        alone = [
+            score - threshold
+            for here, there in ((some, others), (others, some))
+            for name, score in here.items()
+            if name not in there
+        ]
+        usable = bool(g.scores and w.scores)
+        agrees.append(usable and max(alone, default=0.0) <= TIE)
+        differences.append(max([0.0, *changes, *alone]) if usable else np.inf)
+        best = [max(each.values(), default=threshold) for each in (some, others)]
+        shifts.append(best[0] - best[1] if usable else np.inf)
+    values = {
+        "label_agreement": float(np.mean(agrees)),
+        "max_probability_difference": max(differences),
+        "confidence_shift": abs(float(np.mean(shifts))),
+    }
+    badness = [d + (not same) for d, same in zip(differences, agrees, strict=True)]
+    return Comparison(values, badness)
+
+
 def compare_tokens(
     got: Sequence[Outputs], wanted: Sequence[Outputs], queries: Sequence[str]
 ) -> Comparison:
