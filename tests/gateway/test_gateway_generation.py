@@ -135,7 +135,9 @@ def test_what_a_pipeline_cannot_do_is_refused(api: openai.OpenAI) -> None:
     picture = {"type": "image_url", "image_url": {"url": "data:,"}}
     cases: list[tuple[str, dict[str, Any]]] = [
         ("json_schema", {"response_format": schema}),  # the fake engine follows none
-        ("no such role", {"messages": [{"role": "critic", "content": "a"}]}),
+        ("messages[0].role", {"messages": [{"role": "critic", "content": "a"}]}),
+        ("content", {"messages": [{"role": "user"}]}),
+        ("tool_call_id", {"messages": [*PLAIN, {"role": "tool", "content": "a"}]}),
         ("messages", {"messages": [{"role": "user", "content": [picture]}]}),
         ("tool_choice", {"tool_choice": "required"}),
         ("json_schema", {"tools": TOOLS, "tool_choice": "required"}),

@@ -139,6 +139,14 @@ def test_a_prompt_has_one_beginning_and_room_for_an_answer(tmp_path: Path) -> No
         ChatTemplate(None, {}).render([{"role": "user", "content": "Hi"}])
 
 
+def test_developers_are_the_system_for_a_template_that_does_not_know_them() -> None:
+    messages = [{"role": "developer", "content": "Hi"}]
+    role = "{{ messages[0].role }}"
+    assert ChatTemplate(role, {}).render(messages) == "system"
+    assert ChatTemplate(role + "{# developer #}", {}).render(messages) == "developer"
+    assert messages[0]["role"] == "developer"
+
+
 def test_special_tokens_in_messages_are_texts(tmp_path: Path) -> None:
     tokenizer = byte_pairs()
     prompts = prompts_of(tokenizer, tmp_path)

@@ -7,13 +7,13 @@ import uuid
 from collections.abc import AsyncIterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 from pydantic_core import to_json
 
 from triptych.client import AsyncGeneration, Chunk, InferenceError, Sampling, Usage
 from triptych.client.flows import CALL_PARAMETERS
 from triptych.gateway.errors import OPENAI, from_inference, invalid
-from triptych.gateway.http import Body, Operation, Stream
+from triptych.gateway.http import Body, No, One, Operation, Stream
 from triptych.gateway.openai import TokenUsage
 from triptych.gateway.pipelines import Endpoints, Lines, spend_tokens
 from triptych.gateway.tools import CallSplitter, NamedTool, Tool, ToolCall, choose_tools
@@ -26,9 +26,17 @@ _ANY_OBJECT = {"type": "object"}
 
 
 class StreamOptions(Body):
-    """Options of a stream; with `include_usage` a last chunk has the number of tokens."""
+    """Options of a stream.
 
-    include_usage: bool = False
+    Attributes:
+        include_usage: Whether a last chunk has the numbers of tokens.
+        continuous_usage_stats: Whether each chunk has those up to there, as in vLLM; that of the
+            prompt is known at the end.
+        include_obfuscation: Ignored.
+    """
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
@@ -42,12 +50,23 @@ class TextPart(Body):
 class ChatMessage(Body):
     """Message of a conversation."""
 
-    role: str
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
     refusal: None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
+    audio: None = None
+    function_call: None = None
+    annotations: list[dict[str, Any]] | None = None  # of an earlier answer, which the prompt lacks
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> ChatMessage:
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"a message of the role {self.role} must have content")
+        if self.tool_call_id is None and self.role == "tool":
+            raise ValueError("a message of the role tool must have tool_call_id")
+        return self
 
     def plain(self) -> dict[str, Any]:
         """Return the message as chat templates need it: arguments of calls as objects."""
@@ -91,7 +110,8 @@ class _GenerationBody(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     adapter: str | None = None
-    n: Annotated[int, Field(ge=1, le=1)] | None = None
+    n: One = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -113,6 +133,24 @@ class ChatRequest(_GenerationBody):
     response_format: ResponseFormat | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    parallel_tool_calls: bool | None = None
+    # Fields that change no answer here.
+    audio: None = None
+    function_call: Literal["none", "auto"] | None = None
+    functions: Annotated[list[dict[str, Any]], Field(max_length=0)] | None = None
+    metadata: dict[str, str] | None = None
+    modalities: list[Literal["text"]] | None = None
+    moderation: None = None
+    prediction: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+    reasoning_effort: Literal["none"] | None = None
+    safety_identifier: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: No = None
+    verbosity: Literal["medium"] | None = None
+    web_search_options: None = None
 
 
 class CompletionRequest(_GenerationBody):
@@ -120,6 +158,9 @@ class CompletionRequest(_GenerationBody):
 
     prompt: str | Annotated[list[str], Field(min_length=1, max_length=1)]
     logprobs: int | None = None
+    best_of: One = None
+    echo: No = None
+    suffix: Literal[""] | None = None
 
 
 class _Response(BaseModel):
@@ -234,7 +275,11 @@ class Generate(Endpoints):
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             json_schema=_schema(body.response_format),
         )
-        tools, calls = choose_tools(body.tools or [], body.tool_choice)
+        if body.top_logprobs and not body.logprobs:
+            raise invalid("top_logprobs", "needs logprobs", body.top_logprobs, "Set `logprobs`")
+        tools, calls = choose_tools(
+            body.tools or [], body.tool_choice, only_first=body.parallel_tool_calls is False
+        )
         if calls is not None and calls.schema is not None:
             sampling["json_schema"] = calls.schema
         messages = [message.plain() for message in body.messages]
@@ -263,8 +308,8 @@ class Generate(Endpoints):
         self._items.labels(self._pipelines.find(body.model).name).inc()
         if body.stream:
             first = await anext(generation, None)
-            with_usage = body.stream_options is not None and body.stream_options.include_usage
-            return Stream(_events(generation, first, head, form, with_usage=with_usage))
+            options = body.stream_options or StreamOptions()
+            return Stream(_events(generation, first, head, form, options))
         async with generation:
             whole = await generation.whole()
         spend_tokens(_total(whole.usage))
@@ -281,11 +326,10 @@ async def _events(
     first: Chunk | None,
     head: Mapping[str, Any],
     form: _ChatForm | _CompletionForm,
-    *,
-    with_usage: bool,
+    options: StreamOptions,
 ) -> AsyncIterator[bytes]:
     """Yield the server-sent events of a stream; closing the iterator cancels the generation."""
-    nothing = {"usage": None} if with_usage else {}
+    nothing: dict[str, Any] = {"usage": None} if options.include_usage else {}
     usage: Usage | None = None
     chunks = 0
     async with generation:
@@ -297,6 +341,10 @@ async def _events(
             while chunk is not None:
                 usage = chunk.usage or usage
                 chunks += 1
+                if options.continuous_usage_stats:
+                    nothing = {
+                        "usage": _usage(usage or Usage(0, chunk.index + len(chunk.token_ids)))
+                    }
                 choice = {
                     "index": 0,
                     **form.delta(chunk.text, chunk.finish_reason),
@@ -304,7 +352,7 @@ async def _events(
                 }
                 yield _event({**head, "choices": [choice], **nothing})
                 chunk = await anext(generation, None)
-            if with_usage:
+            if options.include_usage:
                 yield _event({**head, "choices": [], "usage": _usage(usage)})
         except InferenceError as error:
             yield _event(OPENAI.body(from_inference(error, "messages")))

@@ -138,7 +138,7 @@ def from_validation(error: ValidationError) -> ApiError:
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     name = name.removeprefix(".")[:_MAX_SHOWN] or "body"
     given = f"{first['input']!r:.{_MAX_SHOWN}}" if first["type"] != "missing" else "nothing"
-    rule = first["msg"].rstrip(".")
+    rule = first["msg"].removeprefix("Value error, ").rstrip(".")
     if first["type"] == "extra_forbidden":
         rule = "is not supported by this endpoint"
     elif first["type"] == "json_invalid":

@@ -9,10 +9,10 @@ import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
@@ -31,9 +31,20 @@ from triptych.gateway.traces import RequestTracer
 
 
 class Body(BaseModel):
-    """Body of a request. An unknown field is an error, because it would have no effect."""
+    """Body of a request. An unknown field is an error, because it could change the answer.
+
+    Null, the default of the original API, and a value that asks for what happens anyway are
+    accepted: a field that has only these has a type such as `No`.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+# A literal takes 0 for False.
+No = Annotated[Literal[False], BeforeValidator(lambda given: given is not False)] | None
+"""A switch that is off."""
+One = Annotated[int, Field(ge=1, le=1)] | None
+"""A number of answers."""
 
 
 @dataclass(frozen=True)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from triptych.client import Ranked
-from triptych.gateway.errors import COHERE
-from triptych.gateway.http import Body, Operation
+from triptych.gateway.errors import COHERE, invalid
+from triptych.gateway.http import Body, One, Operation
 from triptych.gateway.pipelines import RERANKING, Endpoints, Pipeline
 
 
 class Document(Body):
-    """A document as an object."""
+    """A document as an object; its other fields are in the results, as Cohere has it."""
+
+    model_config = ConfigDict(extra="allow")
 
     text: str
 
@@ -29,6 +31,10 @@ class RerankRequest(Body):
         top_n: Maximum number of results; all by default.
         return_documents: Whether the results contain the texts of their documents.
         prompt: Name of a prompt of the pipeline, or its text if the pipeline takes any.
+        rank_fields: Only the field `text` of documents.
+        priority: Only 0, Cohere's default.
+        max_tokens_per_doc: Not below the maximum of the pipeline, which cuts longer documents.
+        max_chunks_per_doc: Only 1: a document is not divided.
     """
 
     model: str
@@ -37,6 +43,10 @@ class RerankRequest(Body):
     top_n: int | None = Field(default=None, ge=1, validation_alias=AliasChoices("top_n", "top_k"))
     return_documents: bool | None = None
     prompt: str | None = None
+    rank_fields: list[Literal["text"]] | None = None
+    priority: Annotated[int, Field(ge=0, le=0)] | None = None
+    max_tokens_per_doc: int | None = Field(default=None, ge=1)
+    max_chunks_per_doc: One = None
 
 
 class RerankResult(BaseModel):
@@ -75,6 +85,19 @@ async def rank(
     return ranked, tokens
 
 
+async def _check_length(pipeline: Pipeline, max_tokens: int | None) -> None:
+    """Raise `ApiError` if documents would have to be cut shorter than the pipeline cuts them."""
+    step = None if max_tokens is None else await pipeline.step()
+    limit = None if step is None else step.settings.get("max_length")
+    if max_tokens is not None and (limit is None or max_tokens < limit):
+        raise invalid(
+            "max_tokens_per_doc",
+            "must not be below the maximum of the pipeline, which cuts longer documents",
+            str(max_tokens),
+            f"Send {limit or 'none'}",
+        )
+
+
 class Rerank(Endpoints):
     """Endpoints that sort documents."""
 
@@ -108,6 +131,7 @@ class Rerank(Endpoints):
         self._limits.check_items("documents", len(body.documents))
         texts = [each if isinstance(each, str) else each.text for each in body.documents]
         pipeline = self._pipelines.find(body.model)
+        await _check_length(pipeline, body.max_tokens_per_doc)
         ranked, tokens = await rank(pipeline, body.query, texts, body.prompt)
         self._items.labels(pipeline.name).inc(len(texts))
         results: list[dict[str, Any]] = [
@@ -115,7 +139,9 @@ class Rerank(Endpoints):
         ]
         if body.return_documents:
             for result in results:
-                result["document"] = {"text": texts[result["index"]]}
+                document = body.documents[result["index"]]
+                plain = {"text": document} if isinstance(document, str) else document.model_dump()
+                result["document"] = plain
         response: dict[str, Any] = {
             "id": str(uuid.uuid4()),
             "model": body.model,

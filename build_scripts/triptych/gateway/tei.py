@@ -7,10 +7,10 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, RootModel
+from pydantic import BaseModel, ConfigDict, Field, RootModel
 
 from triptych.gateway.errors import TEI, ApiError, invalid
-from triptych.gateway.http import Body, Operation
+from triptych.gateway.http import Body, No, Operation
 from triptych.gateway.pipelines import (
     CLASSIFICATION,
     EMBEDDING,
@@ -23,11 +23,14 @@ from triptych.gateway.pipelines import (
 )
 from triptych.gateway.rerank import rank
 
-# A literal takes 0 for False.
-_False = Annotated[Literal[False], BeforeValidator(lambda given: given is not False)]
+
+class _TeiBody(Body):
+    """Body of a request; as TEI itself, it ignores unknown fields."""
+
+    model_config = ConfigDict(extra="ignore")
 
 
-class _Inputs(Body):
+class _Inputs(_TeiBody):
     truncate: bool | None = None
     truncation_direction: Literal["right", "Right"] | None = None  # the pipeline's own
 
@@ -45,7 +48,7 @@ class PredictRequest(_Inputs):
     """Request for labels of a text, a pair of texts, or a batch of lists of one or two texts."""
 
     inputs: str | Lines | Annotated[list[Lines], Field(fail_fast=True)]
-    raw_scores: _False = False
+    raw_scores: No = False
 
 
 class TeiRerankRequest(_Inputs):
@@ -53,11 +56,11 @@ class TeiRerankRequest(_Inputs):
 
     query: str
     texts: Lines
-    raw_scores: _False = False
+    raw_scores: No = False
     return_text: bool = False
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(_TeiBody):
     """Request for the tokens of texts."""
 
     inputs: str | Lines

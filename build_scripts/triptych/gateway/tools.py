@@ -70,13 +70,14 @@ class CallSplitter:
 
     Args:
         schema: JSON schema of an answer that is one call, without the tags; None for any answer.
+        only_first: Whether further calls are left out.
 
     Attributes:
         count: Number of calls up to now.
     """
 
-    def __init__(self, schema: dict[str, Any] | None) -> None:
-        self.schema = schema
+    def __init__(self, schema: dict[str, Any] | None, *, only_first: bool = False) -> None:
+        self.schema, self._only_first = schema, only_first
         self._held = ""
         self.count = 0
 
@@ -102,7 +103,10 @@ class CallSplitter:
                 shown += self._held[:end]
             else:
                 shown += before.rstrip()
-                calls.append(call)
+                if self._only_first and self.count > 1:
+                    self.count = 1
+                else:
+                    calls.append(call)
             self._held = self._held[end:]
         size = len(self._held) if finish else _safe_size(self._held)
         left, self._held = self._held[:size], self._held[size:]
@@ -131,7 +135,7 @@ def _safe_size(text: str) -> int:
 
 
 def choose_tools(
-    tools: Sequence[Tool], choice: str | NamedTool | None
+    tools: Sequence[Tool], choice: str | NamedTool | None, *, only_first: bool = False
 ) -> tuple[list[dict[str, Any]], CallSplitter | None]:
     """Return the tools for the chat template, and the splitter of the answer.
 
@@ -151,7 +155,11 @@ def choose_tools(
                 name = choice.function.name
                 raise invalid("tool_choice", "must name one of `tools`", name, "Correct the name")
         schema = {"anyOf": [_call_schema(each) for each in functions]}
-    return [tool.model_dump(exclude_none=True) for tool in tools], CallSplitter(schema)
+    splitter = CallSplitter(schema, only_first=only_first)
+    return [tool.model_dump(exclude_none=True) for tool in tools], splitter
+
+
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def _call_schema(function: Function) -> dict[str, Any]:
@@ -159,7 +167,7 @@ def _call_schema(function: Function) -> dict[str, Any]:
         "type": "object",
         "properties": {
             "name": {"type": "string", "enum": [function.name]},
-            "arguments": function.parameters or {"type": "object"},
+            "arguments": function.parameters or _NO_PARAMETERS,
         },
         "required": ["name", "arguments"],
         "additionalProperties": False,

@@ -55,6 +55,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self._template = None if source is None else environment.from_string(source)
         self._special_tokens = dict(special_tokens)
+        self._has_developer = source is not None and "developer" in source
         self._has_tools = source is not None and (
             "tools" in meta.find_undeclared_variables(environment.parse(source))
             and "<tool_call>" in source
@@ -63,6 +64,8 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> str:
         """Return the prompt of a conversation, up to the beginning of the model's answer.
+
+        The role ``developer`` is ``system`` for a template that does not know it.
 
         Raises:
             RequestError: The model has no template, or its template rejects the messages or has no
@@ -83,6 +86,11 @@ class ChatTemplate:
                 f"{len(messages)} messages",
                 "Send text_input, or use a model that was trained to chat",
             )
+        if not self._has_developer:
+            messages = [
+                {**each, "role": "system"} if each.get("role") == "developer" else each
+                for each in messages
+            ]
         try:
             return self._template.render(
                 messages=messages,
