@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from checkpoint_files import change
@@ -186,6 +187,16 @@ def test_models_in_the_manner_of_t5_pass_their_gate(tmp_path: Path) -> None:
         folder = write_pipeline(tmp_path / kind, write_model(kind, tmp_path / f"model-{kind}"))
         inputs = read_text2text(load_text2text_spec(folder), quiet)
         assert check_generation(inputs, quiet).passed, kind
+
+
+def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path) -> None:
+    folder = write_pipeline(tmp_path / "sum", write_model("t5", tmp_path / "model"))
+    name, file = "decoder.block.0.layer.0.SelfAttention.q.lora_A.weight", "model.safetensors"
+    weights = load_file(tmp_path / "model" / file)
+    weights[name] = weights["shared.weight"][:4].clone()
+    save_file(weights, tmp_path / "model" / file, metadata={"format": "pt"})
+    inputs = read_text2text(load_text2text_spec(folder), quiet)
+    check_refused(["Merge the adapter", name], check_generation, inputs, quiet)
 
 
 def test_models_and_settings_that_will_not_do_are_named(tmp_path: Path) -> None:

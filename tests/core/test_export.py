@@ -242,7 +242,7 @@ IGNORED = {
     "encoder.layer.0.attention.self.distance_embedding.weight": ["BertModel does not use"],
     "bert.encoder.layer.0.attention.self.query.lora_A.weight": ["Merge the adapter", "query.lora"],
     "bert.encoder.layer.1.attention.self.query.weight": ["1 of them: bert.encoder.layer.1"],
-    "embeddings.other.weight": ["save_pretrained"],
+    "embeddings.other.weight": ["save_pretrained` of the class"],
 }
 ALLOWED = (
     "cls.predictions.bias",
@@ -277,6 +277,12 @@ def test_a_kind_of_positions_that_a_class_ignores_is_refused(tmp_path: Path) -> 
             check_refused(words, load_model, tmp_path, auto_class)
     models.save_model("bert", SEQUENCES, tmp_path, position_embedding_type="absolute")
     load_model(tmp_path, SEQUENCES)
+    models.save_model("roberta", SEQUENCES, tmp_path, position_embedding_type="relative_key")
+    check_refused("RobertaForSequenceClassification of this", load_model, tmp_path, SEQUENCES)
+    # The weights of the checkpoint are named first, with the same remedy.
+    name = "roberta.encoder.layer.0.attention.self.distance_embedding.weight"
+    add_weights(tmp_path, name)
+    check_refused([name, "transformers 4.57"], load_model, tmp_path, SEQUENCES)
     sizes: dict[str, Any] = {**SIZES, "vocab_size": 33, "mask_token_id": 4, "pad_token_id": 1}
     for kind in ("rotary", "relative_key"):
         config = transformers.EsmConfig(**sizes, position_embedding_type=kind)

@@ -35,7 +35,7 @@ from triptych.spec.tasks.accuracy import METRICS, TOLERANCES, metrics_of, thresh
 from triptych.spec.tasks.compare import (
     Comparison,
     compare_anything,
-    compare_label_sets,
+    compare_labels,
     rank_correlation,
     spearman,
 )
@@ -218,13 +218,11 @@ def test_sets_of_labels_differ_by_their_distance_from_the_threshold() -> None:
         ({}, outputs(a=0.9), False, np.inf),
     ]
     for got, wanted, agrees, difference in cases:
-        found = compare_label_sets([got], [wanted], ["x"], threshold=0.5)
+        found = compare_labels([got], [wanted], ["x"], threshold=0.5)
         assert found.values["label_agreement"] == agrees, (got, wanted)
         values = [found.values["max_probability_difference"], found.badness[0] - (not agrees)]
         assert values == pytest.approx([difference, difference]), (got, wanted)
-    found = compare_label_sets(
-        [none, outputs(a=0.9)], [outputs(a=0.6)] * 2, ["x"] * 2, threshold=0.5
-    )
+    found = compare_labels([none, outputs(a=0.9)], [outputs(a=0.6)] * 2, ["x"] * 2, threshold=0.5)
     assert found.values["confidence_shift"] == pytest.approx(0.1)
 
 

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import numpy as np
 
 from triptych.base.errors import UserError
-from triptych.core.inputs import labels_of, task_of
+from triptych.core.inputs import labels_of, read_model_of, task_of
 from triptych.repository.python_env import modules_of
 from triptych.runtime.hooking import (
     FUNCTIONS,
@@ -43,7 +43,7 @@ from triptych.runtime.hooking import (
 )
 from triptych.runtime.request_errors import RequestError
 from triptych.spec.model_fields import files_of
-from triptych.spec.model_source import locate, read_model
+from triptych.spec.model_source import locate
 from triptych.spec.spec import PipelineSpec, load_spec
 from triptych.spec.tasks.task import Task
 from triptych.spec.traffic import TRAFFIC_FILE, read_traffic
@@ -148,15 +148,8 @@ def _read_model(spec: PipelineSpec, task: Task) -> tuple[Sequence[str], Path | N
     hooks = (spec.folder / HOOKS_FILE).read_text(encoding="utf-8")
     if not re.search(r"\bdef setup\b", hooks) or not re.search(r"\.(labels|tokenizer)\b", hooks):
         return (), None
-    for_images = any(tensor.content == "image" for tensor in task.inputs)
     folder = locate(spec.model, spec.folder)
-    info, tokenizer = read_model(
-        folder,
-        lambda *_: None,
-        for_images=for_images,
-        loader=task.loader,
-        tokenizer=spec.tokenizer.source,
-    )
+    info, tokenizer = read_model_of(spec, task, folder, lambda *_: None)
     return labels_of(task, info), tokenizer
 
 

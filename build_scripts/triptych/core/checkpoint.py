@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from triptych.base.errors import UserError
 from triptych.base.tensors import TokenRow
+from triptych.core.gate_rows import GateRows
 from triptych.core.reader import RequestReader
-from triptych.core.requests import GateRequest
 from triptych.spec.fields import EncoderSource
 
 HEAD = re.compile(r"(For[A-Z]\w*|(With)?LMHeadModel)$")
@@ -29,22 +29,11 @@ TASKS_OF_HEADS: Mapping[str, str] = {
 MASKED = ("ForPreTraining", "WithLMHeadModel", "ForConditionalGeneration")
 """Other heads that predict a masked token in some families, and lack no weight there."""
 
-SHOWN_TOKENS = 32
-"""Maximum number of token ids of a text in an error."""
-
 
 def check_architecture(auto_class: str, architecture: str, model: EncoderSource) -> None:
-    """Check that the class in ``config.json`` was made for the task.
+    """Check that the `architecture` in ``config.json`` has the head that `auto_class` loads.
 
     A head of another class may have weights of the same names and shapes.
-
-    Args:
-        auto_class: Class of transformers that loads the model for the task.
-        architecture: Class in ``config.json``.
-        model: Field `model` of the spec, which may accept any class.
-
-    Raises:
-        UserError: The class has another head.
     """
     wanted, named = auto_class.removeprefix("AutoModel"), HEAD.search(architecture)
     if model.accept_architecture or not wanted or named is None or named[0].startswith(wanted):
@@ -61,16 +50,9 @@ def check_architecture(auto_class: str, architecture: str, model: EncoderSource)
     )
 
 
-def check_tokenizer(from_file: RequestReader, requests: Sequence[GateRequest]) -> None:
-    """Check that ``tokenizer.json`` makes the same rows as the class of the tokenizer.
-
-    Args:
-        from_file: Reader with the tokenizer of the file.
-        requests: Requests with the rows of the class.
-
-    Raises:
-        UserError: The tokens of a text differ.
-    """
+def check_tokenizer(from_file: RequestReader, gate: GateRows) -> None:
+    """Check that a reader with the ``tokenizer.json`` makes the rows that the gate has."""
+    requests = (*gate.requests, *gate.probe)
     for request, made in zip(requests, from_file.with_rows(requests), strict=True):
         rows = () if isinstance(made, Exception) else made.rows
         if rows != request.rows:
@@ -80,17 +62,11 @@ def check_tokenizer(from_file: RequestReader, requests: Sequence[GateRequest]) -
                 "in transformers, which ignores parts of the file",
                 given=f"{request.preview!r} has the tokens {_show(rows)} by the file, "
                 f"{_show(request.rows)} by the class",
-                remedy="Set it to `file` (as the tokenizers library and TEI read "
-                "the model) or `class` (as transformers 5 does)",
+                remedy="Set it to `file` (as the tokenizers library and TEI read the model) or "
+                "`class` (as transformers 5 does)",
             )
 
 
 def _show(rows: Sequence[object]) -> str:
-    """Return the ids of a request's tokens, and how many of a pair have type 0."""
-    shown = []
-    for row in rows:
-        if isinstance(row, TokenRow):
-            types = "" if row.first_segment == len(row.ids) else f" ({row.first_segment} of type 0)"
-            more = ", ..." * (len(row.ids) > SHOWN_TOKENS)
-            shown.append(f"[{', '.join(map(str, row.ids[:SHOWN_TOKENS]))}{more}]{types}")
-    return " ".join(shown) or "none"
+    found = [row for row in rows if isinstance(row, TokenRow)]
+    return " ".join(f"{list(row.ids[:32])} ({row.first_segment} of type 0)" for row in found)

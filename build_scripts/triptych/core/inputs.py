@@ -30,7 +30,8 @@ from triptych.spec.backends import Precision
 from triptych.spec.fields import TRITON_AS_NONE, CoreSettings
 from triptych.spec.model_fields import CompiledSpec, files_of, is_own
 from triptych.spec.model_info import ModelInfo
-from triptych.spec.model_source import OTHER_TOKENIZER, locate, read_model
+from triptych.spec.model_source import locate, read_model
+from triptych.spec.model_tokenizer import OTHER_TOKENIZER
 from triptych.spec.plan import Layout, Plan, make_plan
 from triptych.spec.spec import SPEC_FILE, PipelineSpec
 from triptych.spec.tasks import Task, find_task
@@ -239,6 +240,15 @@ def check_cached_outputs(spec: CompiledSpec, task: Task) -> None:
         )
 
 
+def read_model_of(
+    spec: PipelineSpec, task: Task, folder: Path, progress: Progress
+) -> tuple[ModelInfo, Path | None]:
+    """Return information about the model in a folder, and its tokenizer, as a pipeline reads it."""
+    images = any(tensor.content == "image" for tensor in task.inputs)
+    source = spec.tokenizer.source
+    return read_model(folder, progress, for_images=images, loader=task.loader, tokenizer=source)
+
+
 def read_inputs(
     spec: PipelineSpec, progress: Progress, *, traffic: Path | None = None
 ) -> PipelineInputs:
@@ -262,14 +272,7 @@ def read_inputs(
     file = traffic or spec.folder / TRAFFIC_FILE
     lines = read_traffic(file.parent, [tensor.name for tensor in task.inputs], file=file.name)
     folder = locate(spec.model, spec.folder)
-    for_images = any(tensor.content == "image" for tensor in task.inputs)
-    info, tokenizer = read_model(
-        folder,
-        progress,
-        for_images=for_images,
-        loader=task.loader,
-        tokenizer=spec.tokenizer.source,
-    )
+    info, tokenizer = read_model_of(spec, task, folder, progress)
     info = _with_prompts(info, spec, task)
     progress("source", f"{info.architecture}, from {spec.model.source}")
     task.check(info)
@@ -302,10 +305,8 @@ def read_inputs(
         reader, requests[:most], images=images, mask_token=mask_token, prompts=info.prompts
     )
     progress("traffic", str(rows))
-    other = None if tokenizer is None else tokenizer.parent / OTHER_TOKENIZER
-    if other is not None and other.is_dir():
-        from_file = RequestReader(spec, task, info, other, before)
-        check_tokenizer(from_file, (*rows.requests, *rows.probe))
+    if tokenizer is not None and (other := tokenizer.parent / OTHER_TOKENIZER).is_dir():
+        check_tokenizer(RequestReader(spec, task, info, other, before), rows)
     plan = make_plan(spec, info, task, reader.parameters, lengths)
     check_architecture(plan.core.auto_class, info.architecture, spec.model)
     return PipelineInputs(

@@ -74,8 +74,7 @@ class EncoderSource(ModelSource):
     """Location of an encoder's files.
 
     Attributes:
-        accept_architecture: Whether the task may be another one than that of the class in
-            ``config.json`` (``architectures``).
+        accept_architecture: Whether the class in ``config.json`` may be that of another task.
     """
 
     accept_architecture: bool = False
@@ -89,14 +88,16 @@ def name_of_source(source: str) -> str:
     return source.rstrip("/").rpartition("/")[2] or source
 
 
+TokenizerSource = Literal["file", "class"]
+
+
 class Tokenizer(Frozen):
     """Tokenizer of the model, and limits on tokenized text.
 
     Attributes:
-        source: Origin of the tokenizer: ``tokenizer.json`` of the model, as the tokenizers library,
-            TEI and vLLM's Rust code read it (``file``), or the class in transformers, which ignores
-            parts of the file (``class``). None: the class, and a text of which both make different
-            tokens ends the build.
+        source: Origin of the tokenizer: the model's ``tokenizer.json``, as the tokenizers library
+            and TEI read it (``file``), or the class in transformers, which ignores parts of the
+            file (``class``). None: the class, and the build ends if their tokens differ.
         max_length: Maximum number of tokens in a row, including special tokens. None: the model's
             own limit.
         truncation: Whether a longer row is truncated or its request rejected.
@@ -104,7 +105,7 @@ class Tokenizer(Frozen):
             tokenized, so that one request cannot delay a batch.
     """
 
-    source: Literal["file", "class"] | None = None
+    source: TokenizerSource | None = None
     max_length: Annotated[int, Field(ge=3)] | None = None
     truncation: Literal["truncate", "reject"] = "truncate"
     max_text_bytes: Positive = 131_072

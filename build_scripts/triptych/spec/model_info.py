@@ -216,8 +216,7 @@ class ModelInfo:
         """Fields that affect the core, as plain data, without prompts and estimates of cost."""
         aside = {"prompts", "default_prompt", "free_prompt", "special_ids", "pair_template"}
         aside |= {"layers", "heads", "intermediate_size", "library_length", "entailment"}
-        aside |= {"padding_side"}
-        aside |= {"own"} if self.own is None else set()
+        aside |= {"padding_side"} | ({"own"} if self.own is None else set())
         return {key: value for key, value in asdict(self).items() if key not in aside}
 
     @property

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from triptych.base.cache import cached_stage, code_hash, sha256_of, versions_of
 from triptych.base.errors import Progress, UserError
 from triptych.base.files import parse_yaml
-from triptych.spec.fields import ModelSource
+from triptych.spec.fields import ModelSource, TokenizerSource
 from triptych.spec.model_adapter import refuse_adapter
 from triptych.spec.model_info import Activation, ImageInfo, Loader, LogitScore, ModelInfo
 from triptych.spec.model_settings import read_prompts, read_saved
@@ -39,14 +39,7 @@ from triptych.spec.model_text import (
     read_pair_template,
     read_relevance,
 )
-from triptych.spec.model_tokenizer import (
-    TOKENIZER_FILE,
-    TokenizerSource,
-    has_vocabulary,
-    load_tokenizer,
-    read_other_tokenizer,
-    read_tokenizer,
-)
+from triptych.spec.model_tokenizer import has_vocabulary, load_tokenizer, write_tokenizers
 
 CARD = "README.md"
 _HEAD = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
@@ -511,8 +504,6 @@ def hash_model(folder: Path) -> str:
 
 
 CODE = ("spec/model_*.py", "spec/image_*.py", "spec/model_text.py")
-OTHER_TOKENIZER = "other"
-"""Folder beside the ``tokenizer.json`` of a class, with that of the model if it may differ."""
 
 
 def read_model(
@@ -525,8 +516,7 @@ def read_model(
 ) -> tuple[ModelInfo, Path | None]:
     """Return the information about the model in `folder` and the cached ``tokenizer.json``.
 
-    An image model has no tokenizer. `for_images`, `loader` and `tokenizer` are as in
-    `read_model_info`. Unless `tokenizer` is given, `OTHER_TOKENIZER` is beside the file.
+    An image model has no tokenizer. The last three arguments are those of `read_model_info`.
 
     Raises:
         UserError: A setting that affects results is not supported, or there is no fast tokenizer.
@@ -547,13 +537,8 @@ def read_model(
         )
         (target / "facts.json").write_text(json.dumps(asdict(info)), encoding="utf-8")
         if info.image is None:
-            served = read_tokenizer(folder, tokenizer or "class")
-            (target / TOKENIZER_FILE).write_text(served, encoding="utf-8")
-            other = None if tokenizer else read_other_tokenizer(folder, served)
-            if other is not None:
-                (target / OTHER_TOKENIZER).mkdir()
-                (target / OTHER_TOKENIZER / TOKENIZER_FILE).write_text(other, encoding="utf-8")
+            write_tokenizers(folder, target, tokenizer)
 
     stage = cached_stage("model", inputs, work, progress)
     info = TypeAdapter(ModelInfo).validate_json((stage.folder / "facts.json").read_bytes())
-    return info, stage.folder / TOKENIZER_FILE if info.image is None else None
+    return info, stage.folder / "tokenizer.json" if info.image is None else None

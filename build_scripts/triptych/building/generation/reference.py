@@ -21,6 +21,7 @@ from triptych.building.generation.adapters import Adapter, merge
 from triptych.building.generation.inputs import GeneratingInputs, GenerationInputs, Prompt
 from triptych.building.generation.text2text import Text2TextInputs, without_advice
 from triptych.building.generation.weights import load_model
+from triptych.core.export.model_checks import check_unused
 from triptych.spec.kind import Kind
 
 TOKENS = 24
@@ -243,9 +244,11 @@ class Text2TextReference:
         self._forced = len(inputs.answers.answer_begins)
         with without_advice():
             self._tokenizer = AutoTokenizer.from_pretrained(inputs.original)
-        self._model = AutoModelForSeq2SeqLM.from_pretrained(
-            inputs.original, dtype=torch.float32
-        ).eval()
+        model, report = AutoModelForSeq2SeqLM.from_pretrained(
+            inputs.original, dtype=torch.float32, output_loading_info=True
+        )
+        check_unused(model, report["unexpected_keys"])
+        self._model = model.eval()
         self._search = config = self._model.generation_config
         search = inputs.search
         config.do_sample = False

@@ -27,13 +27,17 @@ UNUSED = re.compile(
     r"(^|\.)(position_ids|inv_freq|mask_token|masked_bias|attn\.bias|attention\.bias|attn_mask"
     r"|relative_position_index|version|num_batches_tracked)$"
 )
-"""Names of weights within a base model that decide no result at inference: buffers that older
-releases of transformers saved and newer ones compute, and the vector of a masked patch."""
+"""Weights within a base model that decide no result: buffers that older releases of transformers
+saved and newer ones compute, and the vector of a masked patch."""
 
 POSITIONS = "position_embedding_type"
-"""Setting of BERT and its relatives. transformers 5 implements only ``absolute`` for most of them:
-``relative_key`` and ``relative_key_query`` were removed. No other setting that the code of 4.57
-reads for the results of texts or images is ignored by the code of 5."""
+"""Setting of which transformers 5 implements only ``absolute`` for BERT and its relatives. No other
+one of texts or images that the code of 4.57 reads is ignored by the code of 5."""
+
+_OTHER_POSITIONS = (
+    f"Choose a model with absolute positions: transformers 4.57 is the last release with other "
+    f"kinds of {POSITIONS} for BERT and its relatives"
+)
 
 CHUNKED = "GatedDeltaNet"
 """End of the name of layers with linear attention, of Qwen3-Next and others."""
@@ -68,38 +72,26 @@ def check_model(model: Any) -> None:
 def check_unused(model: Any, unexpected: Collection[str]) -> None:
     """Check that a class uses every weight of a checkpoint that belongs to its base model.
 
-    Weights of other heads, of a pooler or decoder that the class does not have and of another tower
-    are no part of it. An adapter counts also in the head.
-
-    Args:
-        model: Model as transformers loaded it.
-        unexpected: Names of the weights that transformers did not load.
-
-    Raises:
-        UserError: The class ignores weights of its base model.
+    Other heads, other towers, and a pooler or decoder that the class does not have are no part of
+    it; an adapter counts also in the head. `unexpected` are the weights that were not loaded.
     """
-    prefix = model.base_model_prefix + "."
     parts = {name for name, _ in model.base_model.named_children()}
     modules = {name for name, _ in model.named_modules()}
     buffers = {_last(name) for name, _ in model.named_buffers()}
     unused = sorted(
         name
         for name in unexpected
-        if name.removeprefix(prefix).partition(".")[0] in parts
+        if name.removeprefix(f"{model.base_model_prefix}.").partition(".")[0] in parts
         or (".lora_" in name and name.partition(".lora_")[0] in modules)
         if _last(name) not in buffers and not UNUSED.search(name)
     )
     if not unused:
         return
-    positions = getattr(model.config, POSITIONS, None)
-    remedy = (
-        "Choose a model that the class computes whole; a folder written by its `from_pretrained` "
-        "and `save_pretrained` has only the weights in use"
-    )
+    remedy = "Choose another model, or write the weights in use with `save_pretrained` of the class"
     if any("lora_" in name for name in unused):
         remedy = "Merge the adapter into the weights (PEFT: `merge_and_unload`), and save the model"
-    elif positions not in (None, "absolute"):
-        remedy = _positions_remedy(positions)
+    elif getattr(model.config, POSITIONS, None) not in (None, "absolute"):
+        remedy = _OTHER_POSITIONS
     raise UserError(
         "model.source",
         f"has weights of the base model that {type(model).__name__} does not use",
@@ -108,21 +100,10 @@ def check_unused(model: Any, unexpected: Collection[str]) -> None:
     )
 
 
-def _positions_remedy(value: object) -> str:
-    return (
-        f"Choose a model with absolute positions; transformers 4.57 is the last release that "
-        f"implements {POSITIONS}: {value} for BERT and its relatives"
-    )
-
-
 def _check_positions(model: Any) -> None:
     """Check that the code of a model's class reads the kind of positions that its config names."""
-    import transformers
-
     for part in model.modules():
-        if not isinstance(part, transformers.PreTrainedModel):
-            continue
-        value = getattr(part.config, POSITIONS, None)
+        value = getattr(getattr(part, "config", None), POSITIONS, None)
         if value in (None, "absolute"):
             continue
         code = inspect.getsource(sys.modules[type(part).__module__])
@@ -132,7 +113,7 @@ def _check_positions(model: Any) -> None:
                 f"{POSITIONS} in config.json",
                 f"is a setting that {type(part).__name__} of this transformers ignores",
                 given=value,
-                remedy=_positions_remedy(value),
+                remedy=_OTHER_POSITIONS,
             )
 
 

@@ -42,8 +42,7 @@ def load_model(folder: Path, auto_class: str) -> Any:
     needs decoder inputs, or if the full model lacks weights.
 
     Raises:
-        UserError: transformers cannot load the model with that class, weights are missing, or the
-            class ignores weights of its base model.
+        UserError: transformers cannot load the model with that class, or weights are missing.
     """
     import torch
     import transformers

@@ -270,6 +270,8 @@ def check_tokens(inputs: PipelineInputs) -> Any:
     Raises:
         UserError: The tokens of a text differ, or their types in a model that reads types.
     """
+    from tokenizers import normalizers
+
     from triptych.core.export.packing import takes
     from triptych.core.export.to_onnx import model_class
 
@@ -281,7 +283,11 @@ def check_tokens(inputs: PipelineInputs) -> Any:
         model = load_as_user(inputs.model_folder, pairs=plan.core.activation is not None)
         _check_template(model, plan)
         if plan.encoder_spec.tokenizer.source == "file":
-            model[0].processor = _tokenizer_of_file(inputs.model_folder, plan.info)
+            model[0].processor = made = load_tokenizer(inputs.model_folder, "file")
+            if plan.info.lowercase:  # as sentence-transformers does
+                own = made.backend_tokenizer.normalizer or normalizers.Sequence([])
+                steps = normalizers.Sequence([normalizers.Lowercase(), own])
+                made.backend_tokenizer.normalizer = steps
         model.max_seq_length = plan.max_length
         reader = model.transformers_model
         make: Callable[[GateRequest], list[_Features]] = partial(_of_sentences, model, plan.info)
@@ -296,18 +302,6 @@ def check_tokens(inputs: PipelineInputs) -> Any:
         if wanted != list(request.rows):
             raise _other_rows(request, wanted, library)
     return model
-
-
-def _tokenizer_of_file(folder: Path, info: ModelInfo) -> Any:
-    """Return the tokenizer of ``tokenizer.json`` as sentence-transformers would have it."""
-    from tokenizers.normalizers import Lowercase, Normalizer, Sequence
-
-    made = load_tokenizer(folder, "file")
-    if info.lowercase:
-        own: Normalizer | None = made.backend_tokenizer.normalizer
-        steps = [Lowercase(), *([] if own is None else [own])]
-        made.backend_tokenizer.normalizer = Sequence(steps)
-    return made
 
 
 def _check_template(model: Any, plan: Plan) -> None:

@@ -180,11 +180,9 @@ def _check_question_answering(info: ModelInfo) -> None:
     if info.padding_side != "right":
         raise UserError(
             "padding_side in tokenizer_config.json",
-            "must be right for question-answering: otherwise the pipeline of transformers 4 puts "
-            "the context before the question, which is not supported",
+            "must be right: otherwise transformers 4 puts the context before the question",
             given=info.padding_side,
-            remedy="Choose a model trained with the question first. If this one was, set "
-            "padding_side to right in a copy of its folder",
+            remedy="Set it to right in a copy, if the model was trained with the question first",
         )
 
 

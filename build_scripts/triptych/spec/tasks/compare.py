@@ -176,17 +176,24 @@ def read_choices(outputs: Outputs, name: str) -> Choices:
 
 
 def compare_labels(
-    got: Sequence[Outputs], wanted: Sequence[Outputs], queries: Sequence[str]
+    got: Sequence[Outputs],
+    wanted: Sequence[Outputs],
+    queries: Sequence[str],
+    *,
+    threshold: float | None = None,
 ) -> Comparison:
     """Return `LABEL_METRICS`; badness is the difference of a score, plus 1 for another first label.
 
     Scores of a regression may be large: differences are relative to the reference's largest score
     if
-    that is above 1.
+    that is above 1. With a `threshold`, above which labels are returned, their sets must agree. A
+    label of one list alone then has the threshold as its score in the other one.
     """
     pairs = _read(got, wanted, "label")
+    if threshold is not None:
+        pairs = [(_filled(g, w, threshold), _filled(w, g, threshold)) for g, w in pairs]
     scale = max([1.0, *(abs(score) for _, w in pairs for score in w.scores.values())])
-    agrees = [_same_first(g, w) for g, w in pairs]
+    agrees = [_same_labels(g, w, threshold) for g, w in pairs]
     differences = [_difference(g, w) / scale for g, w in pairs]
     # An empty list has -inf: the shift is then infinite, too.
     shifts = [float(g.best - w.best) if g.scores and w.scores else np.inf for g, w in pairs]
@@ -194,42 +201,6 @@ def compare_labels(
         "label_agreement": float(np.mean(agrees)),
         "max_probability_difference": max(differences),
         "confidence_shift": abs(float(np.mean(shifts))) / scale,
-    }
-    badness = [d + (not same) for d, same in zip(differences, agrees, strict=True)]
-    return Comparison(values, badness)
-
-
-def compare_label_sets(
-    got: Sequence[Outputs],
-    wanted: Sequence[Outputs],
-    queries: Sequence[str],
-    *,
-    threshold: float,
-) -> Comparison:
-    """Return `LABEL_METRICS` of multi-label models; badness adds 1 for another set of labels.
-
-    A label that only one list has differs by its distance from the `threshold`, where it may have
-    been left out of the other one. Within a tie of it, the sets agree.
-    """
-    agrees, differences, shifts = [], [], []
-    for g, w in _read(got, wanted, "label"):
-        some, others = ({n: s for n, s in each.scores.items() if n[0]} for each in (g, w))
-        changes = [abs(some[name] - others[name]) for name in some.keys() & others.keys()]
-        alone = [
-            score - threshold
-            for here, there in ((some, others), (others, some))
-            for name, score in here.items()
-            if name not in there
-        ]
-        usable = bool(g.scores and w.scores)
-        agrees.append(usable and max(alone, default=0.0) <= TIE)
-        differences.append(max([0.0, *changes, *alone]) if usable else np.inf)
-        best = [max(each.values(), default=threshold) for each in (some, others)]
-        shifts.append(best[0] - best[1] if usable else np.inf)
-    values = {
-        "label_agreement": float(np.mean(agrees)),
-        "max_probability_difference": max(differences),
-        "confidence_shift": abs(float(np.mean(shifts))),
     }
     badness = [d + (not same) for d, same in zip(differences, agrees, strict=True)]
     return Comparison(values, badness)
@@ -255,6 +226,23 @@ def _read(
 ) -> list[tuple[Choices, Choices]]:
     pairs = zip(got, wanted, strict=True)
     return [(read_choices(g, name), read_choices(w, name)) for g, w in pairs]
+
+
+def _filled(some: Choices, others: Choices, threshold: float) -> Choices:
+    """Return choices with the labels of others, too, and none for an empty label."""
+    if not some.scores:
+        return some
+    scores = {name: score if name[0] else threshold for name, score in some.scores.items()}
+    return some._replace(scores=dict.fromkeys(others.scores, threshold) | scores)
+
+
+def _same_labels(got: Choices, wanted: Choices, threshold: float | None) -> bool:
+    """Return whether the same labels are above a threshold, up to ties; without it, the first."""
+    if threshold is None:
+        return _same_first(got, wanted)
+    pairs = [(got.scores.get(name, np.nan), score) for name, score in wanted.scores.items()]
+    same = [(a > threshold) == (b > threshold) or abs(a - b) <= TIE for a, b in pairs]
+    return bool(got.scores and wanted.scores) and all(same)
 
 
 def _same_first(got: Choices, wanted: Choices) -> bool:

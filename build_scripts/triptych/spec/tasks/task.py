@@ -11,7 +11,7 @@ from triptych.base.errors import UserError
 from triptych.base.tensors import DType, Tensor
 from triptych.runtime.decode_rows import THRESHOLD
 from triptych.spec.model_info import Activation, Loader, ModelInfo
-from triptych.spec.tasks.compare import Compare, Comparison, Outputs, compare_label_sets
+from triptych.spec.tasks.compare import Compare, Comparison, Outputs, compare_labels
 from triptych.spec.tasks.labeled import LabeledMetric
 
 Reads = Literal["pooled", "row", "mask", "tokens", "image", "graph"]
@@ -256,27 +256,19 @@ def with_class_scores(task: Task, info: ModelInfo) -> Task:
 
 
 def with_threshold(task: Task, info: ModelInfo, given: Parameters) -> Task:
-    """Return the task for a multi-label model: of a row, every label above a threshold is returned.
+    """Return the task, for a multi-label model with all labels above a threshold as its answer.
 
-    Other tasks and models are returned unchanged.
-
-    Args:
-        task: Task of the pipeline.
-        info: Information about the model.
-        given: Request parameters in the spec; with ``top_k``, the best labels are returned as for
-            other models.
+    With `top_k` among the parameters `given` in the spec, the best labels are the answer.
     """
     if task.decode != CLASS_DECODER or info.activation != "sigmoid" or len(info.labels) < 2:
         return task
-    rules = {name: replace(rule, default=None) for name, rule in task.parameters(info).items()} | {
-        "threshold": Rule("float", min=0, max=1)
-    }
+    rules = {name: replace(rule, default=None) for name, rule in task.parameters(info).items()}
+    rules["threshold"] = Rule("float", min=0, max=1)
     task = replace(task, parameters=lambda info: rules)
     if "top_k" in given:
         return task
     limit = given.get("threshold", THRESHOLD)
-    compare = partial(compare_label_sets, threshold=float(limit))
-    return replace(task, compare_outputs=compare)
+    return replace(task, compare_outputs=partial(compare_labels, threshold=limit))
 
 
 def labels(info: ModelInfo) -> Mapping[str, object]:
