@@ -69,6 +69,17 @@ def write_pipeline(
     return target
 
 
+def write_hops(built: Path, pipeline: str, target: Path, time: CoreTime) -> Path:
+    """Write a pipeline of vectors whose Python steps do nothing: what Triton's hops cost alone."""
+    write_pipeline(built, pipeline, target, time)
+    for step in ("preprocess", "postprocess"):
+        version = target / f"{pipeline}_{step}" / "1"
+        shutil.rmtree(version)
+        version.mkdir()
+        shutil.copyfile(_FILES / "hop.py", version / "model.py")
+    return target
+
+
 def write_echo(target: Path) -> Path:
     """Write a repository with one Python model that returns its text; return `target`."""
     _clear(target)

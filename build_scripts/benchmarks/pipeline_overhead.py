@@ -1,5 +1,7 @@
 """Measure what everything except the core costs: generated steps, an echo, a tutorial's ensemble.
 
+Beside the packed steps, the same ensemble with steps that do nothing shows what Triton costs alone.
+
 The core is emulated: it waits as long as a core on a GPU computes. All servers run from the
 beginning, and each load goes to one server after the other, in rounds.
 
@@ -240,6 +242,10 @@ def _write_systems(
             full_name = name if count == 1 else f"{name} x{count}"
             server = Ensemble(full_name, target, source.pipeline)
             systems.append(System(server, source.requests))
+    if is_wanted("hops", options) and "packed" in sources:
+        source = sources["packed"]
+        emulated_core.write_hops(source.repository, _NAME, folder / "hops", core_time)
+        systems.append(System(Ensemble("hops", folder / "hops", _NAME), texts))
     if is_wanted("tutorial", options) and options.tasks is None:
         tutorial.write_repository(folder / "tutorial", core_time)
         server = Ensemble("tutorial", folder / "tutorial", tutorial.ENSEMBLE)
