@@ -39,7 +39,7 @@ from triptych.client import Client
 from triptych.client.wire import infer_request
 from triptych.container.manifests import find_pipelines, largest_request_mib
 from triptych.repository.config import CONFIG_FILE, read_config
-from triptych.runtime.row_types import make_payload, write_ticket
+from triptych.runtime.row_types import PAYLOAD, TICKET, make_payload
 from triptych.serving.fleet.envoy import Listen, proxy_settings
 from triptych.serving.fleet.proxy import Proxy
 from triptych.serving.ports import reserve_ports
@@ -52,7 +52,8 @@ TYPES = ("BYTES", "INT32", "INT64", "FP32", "UINT8", "BOOL", "FP16", "", "NONSEN
 NAMES = (
     "text",
     "text_pair",
-    "request_ticket",
+    TICKET,
+    PAYLOAD,
     "direct_call",
     "row_metadata",
     "input_ids",
@@ -129,14 +130,17 @@ def overflowing_requests(config: Any) -> Iterator[Any]:
 def forged_requests(config: Any) -> Iterator[Any]:
     """Yield requests for a model that takes tickets, with forged ones that have a sample."""
     for target in config.input:
-        if target.name != "request_ticket":
+        if target.name not in (TICKET, PAYLOAD):
             continue
-        payload = make_payload("", b"forged")
-        for numbers in ((0, 0, 0, 0), (1, 1, 1, 1), (2**62, 1, 2**62, -1)):
+        sample = make_payload("", b"forged")
+        values = {
+            TICKET: [struct.pack("<2q", *numbers) for numbers in ((1, 1), (2**62, -1))],
+            PAYLOAD: [struct.pack("<I", len(data)) + data for data in (b"", b"no", sample)],
+        }
+        for value in values[target.name]:
             request = fill(config, target)
             index = [tensor.name for tensor in request.inputs].index(target.name)
-            ticket = write_ticket(numbers, payload, 1)[0, 0]
-            request.raw_input_contents[index] = struct.pack("<I", len(ticket)) + ticket
+            request.raw_input_contents[index] = value
             yield request
 
 

@@ -16,7 +16,14 @@ import numpy as np
 import pytest
 
 from client_toy import wait_until
-from triptych.runtime.row_types import make_payload, read_payload, read_ticket, write_ticket
+from triptych.runtime.row_types import (
+    NO_TICKET,
+    PAYLOAD,
+    TICKET,
+    make_payload,
+    read_payload,
+    write_ticket,
+)
 from triptych.runtime.sampling import (
     FOLDER_VARIABLE,
     MAX_SAMPLE_BYTES,
@@ -50,16 +57,17 @@ def test_rows_are_drawn_alike_whatever_request_they_are_in() -> None:
     assert (large.rows, large.columns) == ([0], {})
 
 
-def test_options_and_sample_travel_behind_the_numbers_of_the_ticket() -> None:
+def test_options_and_sample_travel_beside_the_numbers_of_the_ticket() -> None:
     numbers = (2**62, -(2**63))
     sample = RowSampler(1.0).draw({"text": ["ä" * 100, "b", "c"]}, "{}") + b"\0\0"
     for given in (("", sample), ('{"top_k": 3}', b""), ('{"labels": "ä"}', sample)):
-        ticket = write_ticket(numbers, make_payload(*given), 3)
-        assert ticket.shape == (3, 1)
-        found, payload = read_ticket(ticket.ravel().tolist())
-        assert (found, read_payload(payload)) == (numbers, given)
-    assert make_payload("", b"") == b""
-    assert read_payload(b"") == ("", b"")
+        tensors = write_ticket(numbers, make_payload(*given), 3)
+        assert tensors[TICKET].tolist() == [[*numbers], [0, 0], [0, 0]]
+        first, *others = tensors[PAYLOAD].ravel().tolist()
+        assert (read_payload(first), others) == (given, [b"", b""])
+    assert write_ticket(NO_TICKET, make_payload("", b""), 3) == {}
+    assert [*write_ticket(numbers, b"", 1)] == [TICKET]
+    assert [*write_ticket(NO_TICKET, b"sample", 1)] == [PAYLOAD]
 
 
 def test_a_folder_keeps_to_its_limits_and_ages(tmp_path: Path) -> None:

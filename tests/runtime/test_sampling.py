@@ -33,7 +33,7 @@ from triptych.core.inputs import PipelineInputs, read_inputs
 from triptych.interface.cli import app
 from triptych.repository.config import CONFIG_FILE, read_config
 from triptych.repository.manifest import build_id
-from triptych.runtime.row_types import NO_TICKET, read_ticket, write_ticket
+from triptych.runtime.row_types import NO_TICKET, PAYLOAD, TICKET, write_ticket
 from triptych.runtime.sampling import FOLDER_VARIABLE, PARTIAL, list_files
 from triptych.serving.bench.resources import fetch_metrics
 from triptych.serving.server import Server
@@ -414,22 +414,22 @@ def test_a_forged_sample_is_counted_and_reported_and_not_kept(server: Server, bu
             wanted = [triton.InferRequestedOutput(name) for name in outputs]
             return client.infer(f"sampled_{step}", tensors, outputs=wanted or None)
 
-        def ask_ticket(text: str) -> NDArray[Any]:
+        def ask_ticket(text: str) -> dict[str, NDArray[Any]]:
             """A ticket as the ensemble gets it, with a sample of the text."""
             asked = {"text": np.array([[text.encode()]], object)}
-            answer = ask("preprocess", asked, "request_ticket")
-            return np.asarray(answer.as_numpy("request_ticket"))
+            answer = ask("preprocess", asked, TICKET, PAYLOAD)
+            return {name: np.asarray(answer.as_numpy(name)) for name in (TICKET, PAYLOAD)}
 
-        def send(ticket: NDArray[Any]) -> None:
+        def send(ticket: dict[str, NDArray[Any]]) -> None:
             inputs = {
-                tensor.name: np.zeros((len(ticket), *tensor.dims), NUMPY[tensor.data_type])
+                tensor.name: np.zeros((1, *tensor.dims), NUMPY[tensor.data_type])
                 for tensor in config.input
                 if not tensor.optional
             }
-            ask("postprocess", {**inputs, "request_ticket": ticket})
+            ask("postprocess", {**inputs, **ticket})
 
         own = ask_ticket("forged and sent again")
-        numbers, payload = read_ticket(own.ravel().tolist())
+        numbers, payload = own[TICKET][0].tolist(), own[PAYLOAD][0, 0]
         for _ in range(100):
             send(own)
             send(write_ticket(NO_TICKET, payload, 1))  # made by nobody

@@ -27,7 +27,7 @@ from processes import eventually, mark_of, repeated, running
 from triptych.client import Client, InferenceError, InvalidRequestError
 from triptych.client.wire import infer_request
 from triptych.runtime.in_flight import InFlight
-from triptych.runtime.row_types import write_ticket
+from triptych.runtime.row_types import PAYLOAD, TICKET, write_ticket
 from triptych.serving.server import Server
 
 pytestmark = pytest.mark.server
@@ -39,22 +39,23 @@ SETTLES_S = 4.0
 TEXT = "my parcel has not arrived, and nobody has answered me since last week " * 3
 
 
-def test_a_forged_ticket_counts_nothing_and_a_damaged_one_is_refused(minilm_server: Any) -> None:
+def test_a_forged_ticket_counts_nothing_and_no_damaged_payload_passes(minilm_server: Any) -> None:
     counts = counts_of(minilm_server, "minilm_packed")
     core = triton.InferInput("sentence_embedding", [1, 384], "FP32")
     core.set_data_from_numpy(np.ones((1, 384), np.float32))
-    ticket = triton.InferInput("request_ticket", [1, 1], "BYTES")
+    ticket = triton.InferInput(TICKET, [1, 2], "INT64")
+    payload = triton.InferInput(PAYLOAD, [1, 1], "BYTES")
     with triton.InferenceServerClient(minilm_server.grpc_url) as client:
         before = counts.answered()
         for place, number in ((0, 1), (2**62, 2**62), (-1, -1)):
-            ticket.set_data_from_numpy(write_ticket((place, number), b"", 1))
+            ticket.set_data_from_numpy(write_ticket((place, number), b"", 1)[TICKET])
             answer = client.infer("minilm_packed_postprocess", [ticket, core])
             assert answer.as_numpy("embedding").shape == (1, 384)
         assert counts.answered() == before
-        for damaged in (b"", b"short", bytes(16) + b"\xff"):
-            ticket.set_data_from_numpy(np.array([[damaged]], np.object_))
-            with pytest.raises(InferenceServerException, match="must be a ticket of") as e:
-                client.infer("minilm_packed_postprocess", [ticket, core])
+        for damaged in (b"abc", b"\1\0\0\0\xff"):
+            payload.set_data_from_numpy(np.array([[damaged]], np.object_))
+            with pytest.raises(InferenceServerException, match="must be a payload of") as e:
+                client.infer("minilm_packed_postprocess", [ticket, payload, core])
             assert e.value.status() == "StatusCode.INVALID_ARGUMENT"
 
 
@@ -91,13 +92,12 @@ def test_steps_answer_direct_calls_as_often_as_they_are_sent(minilm_server: Any)
                 calls = [pool.submit(ask, "_preprocess", [text], names) for _ in range(600)]
                 assert all(call.result().as_numpy("input_ids").shape[0] == 1 for call in calls)
         made = ask("_preprocess", [text], None)
-        assert made.as_numpy("request_ticket").tolist() == [[bytes(16)]]
+        assert made.as_numpy(TICKET) is None
         computed = ask("_core", pass_on(made, *rows), None)
         vectors = pass_on(computed, "sentence_embedding")
         expected = ask("", [text], None).as_numpy("embedding")
-        for ticket in ([], pass_on(made, "request_ticket")):
-            got = ask("_postprocess", [*ticket, *vectors], None).as_numpy("embedding")
-            np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+        got = ask("_postprocess", vectors, None).as_numpy("embedding")
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
     assert eventually(lambda: counts.requests() == 0)
     assert counts.answered().at > before.at
 

@@ -55,9 +55,11 @@ PROMPT_LENGTH = Tensor("prompt_length", "INT32", (1,))
 ROW_METADATA = Tensor("row_metadata", "BYTES", (1,))
 """Goes past the core from preprocess to postprocess, a row each: see `runtime.row_metadata`."""
 
-REQUEST_TICKET = Tensor("request_ticket", "BYTES", (1,), optional=True)
-"""Goes past the core from preprocess to postprocess: see `runtime.in_flight`, and
-`runtime.row_types.make_payload` for what follows its numbers."""
+REQUEST_TICKET = Tensor("request_ticket", "INT64", (2,), optional=True)
+"""Goes past the core from preprocess to postprocess: see `runtime.in_flight`."""
+
+REQUEST_PAYLOAD = Tensor("request_payload", "BYTES", (1,), optional=True)
+"""Goes with the ticket if a request has one: see `runtime.row_types.make_payload`."""
 
 DIRECT_CALL = Tensor("direct_call", "BOOL", (1,))
 """Output of preprocess that the ensemble does not use: who asks for it called the step itself."""

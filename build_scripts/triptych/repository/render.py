@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from triptych.base.releases import OLDEST, fields_newer_than, parse_release, without_newer_fields
-from triptych.base.tensors import REQUEST_TICKET, ROW_SPAN, Tensor
+from triptych.base.tensors import REQUEST_PAYLOAD, REQUEST_TICKET, ROW_SPAN, Tensor
 from triptych.container.health import QUESTION_FILE, WORK_FIELD
 from triptych.container.serving_machine import choose, parse_machine
 from triptych.repository.bundle import Link, bundle
@@ -307,7 +307,8 @@ def _past(plan: Plan, index: int) -> tuple[tuple[Tensor, ...], list[str]]:
     The names are those of the results that its function takes, without the ticket.
     """
     own = stages_of(plan)[index].own
-    tensors = (REQUEST_TICKET, *own.past_core) if index else plan.past_core
+    tickets = (REQUEST_TICKET, REQUEST_PAYLOAD)
+    tensors = (*tickets, *own.past_core) if index else plan.past_core
     return tensors, [tensor.name for tensor in (*own.outputs, *own.past_core)]
 
 

@@ -13,7 +13,7 @@ import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
 from .request_errors import RequestError
-from .row_types import NO_TICKET, find_class, read_payload, read_ticket, write_ticket
+from .row_types import NO_TICKET, PAYLOAD, TICKET, find_class, read_payload, write_ticket
 from .triton_io import (
     Inputs,
     check_parameters,
@@ -28,8 +28,8 @@ from .triton_io import (
 class TritonPythonModel:
     """Step that decodes the core's outputs ``[core rows, …]`` to the ensemble's ``[n, …]``.
 
-    ``request_ticket`` is optional: a request without it was sent to this step itself. A step
-    between two cores passes the ticket on, and ends the request only if it fails.
+    The tensors of `row_types.write_ticket` are optional. A step between two cores passes them on,
+    and ends the request only if it fails.
     """
 
     def initialize(self, args: Mapping[str, str]) -> None:
@@ -74,14 +74,13 @@ class TritonPythonModel:
     def _respond(self, request: Any) -> Any:
         ticket: Sequence[int] = NO_TICKET
         try:
-            inputs, options, sample = read_inputs(request), "", b""
-            if "request_ticket" in inputs:
-                ticket, payload, (options, sample) = _read_ticket(
-                    read_bytes(inputs, "request_ticket")
-                )
-                if sample and self._samples is not None and not self._marks.is_set(ticket):
-                    self._samples.count_forged()
-                    sample = b""
+            inputs = read_inputs(request)
+            if TICKET in inputs:
+                ticket = inputs[TICKET].as_numpy()[0].tolist()
+            payload, options, sample = _read_payload(inputs)
+            if sample and self._samples is not None and not self._marks.is_set(ticket):
+                self._samples.count_forged()
+                sample = b""
             parameters = check_parameters(
                 options or request.parameters(), self._rules, self._defaults
             )
@@ -99,9 +98,9 @@ class TritonPythonModel:
                 result = self._after(result, partial(read_bytes, inputs))
             if self._samples is not None and sample:
                 self._samples.put(sample, result)
-            if self._rows_from is not None and "request_ticket" in inputs:
+            if self._rows_from is not None:
                 rows = len(result[self._rows_from])
-                result = {**result, "request_ticket": write_ticket(ticket, payload, rows)}
+                result = {**result, **write_ticket(ticket, payload, rows)}
                 ticket = NO_TICKET  # the step behind the next core ends the request
             return pb_utils.InferenceResponse(
                 [
@@ -117,19 +116,20 @@ class TritonPythonModel:
                 self._marks.done(ticket)
 
 
-def _read_ticket(rows: Sequence[bytes]) -> tuple[Sequence[int], bytes, tuple[str, bytes]]:
-    """Return a ticket, its payload, and the payload's options and sample, given by its rows."""
+def _read_payload(inputs: Inputs) -> tuple[bytes, str, bytes]:
+    """Return the payload of a request, its options and its sample."""
+    if PAYLOAD not in inputs:
+        return b"", "", b""
+    payload = read_bytes(inputs, PAYLOAD)[0]
     try:
-        ticket, payload = read_ticket(rows)
-        content = read_payload(payload)
+        return payload, *read_payload(payload)
     except (ValueError, struct.error) as error:
         raise RequestError(
-            "request_ticket",
-            "must be a ticket of the preprocess step",
-            repr(rows[0])[:80],
-            "Send the request to the ensemble, or leave out the ticket",
+            PAYLOAD,
+            "must be a payload of the preprocess step",
+            repr(payload)[:80],
+            "Send the request to the ensemble, or leave out the payload",
         ) from error
-    return ticket, payload, content
 
 
 def _read_output(inputs: Inputs, name: str) -> NDArray[Any]:

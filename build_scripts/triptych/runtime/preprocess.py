@@ -15,6 +15,7 @@ import triton_python_backend_utils as pb_utils
 
 from .row_types import (
     NO_TICKET,
+    TICKET,
     CoreRows,
     RowInputs,
     RowMaker,
@@ -72,9 +73,9 @@ class TritonPythonModel:
     The ensemble does not use the output ``direct_call`` BOOL ``[core rows, 1]``. A request for it,
     or for outputs without ``request_ticket``, was sent to this step itself and is not counted.
 
-    ``request_ticket`` BYTES ``[core rows, 1]`` goes directly to postprocess. So does
-    ``row_metadata`` BYTES ``[core rows, 1]`` if the task has one. Inputs are forwarded too if
-    `hooks.after` takes them.
+    The tensors of `row_types.write_ticket` go directly to postprocess if the request has a ticket,
+    a sample, or options as inputs. So does ``row_metadata`` BYTES ``[core rows, 1]`` if the task
+    has one. Inputs are forwarded too if `hooks.after` takes them.
     """
 
     def initialize(self, args: Mapping[str, str]) -> None:
@@ -188,7 +189,7 @@ class TritonPythonModel:
         columns = self._read_columns(inputs)
         sample = b""
         names = request.requested_output_names()
-        is_whole = "request_ticket" in names and "direct_call" not in names
+        is_whole = TICKET in names and "direct_call" not in names
         if self._sampler is not None and is_whole:
             sample = self._sampler.draw(columns, given)
         if self._before is not None:
@@ -217,20 +218,19 @@ class TritonPythonModel:
         count = core_rows.row_count
         self._rows_read += len(job.inputs.columns[self._fields[0]])
         self._rows_made += count
-        tensors = [pb_utils.Tensor(name, value) for name, value in core_rows.tensors.items()]
+        tensors = dict(core_rows.tensors)
         if self._has_row_metadata:
-            metadata = np.array(core_rows.metadata, dtype=np.object_).reshape(-1, 1)
-            tensors.append(pb_utils.Tensor("row_metadata", metadata))
+            metadata = np.array(core_rows.metadata, dtype=np.object_)
+            tensors["row_metadata"] = metadata.reshape(-1, 1)
         if self._make_forwarded is not None:
-            forwarded = self._make_forwarded(job.inputs.columns, count)
-            tensors += [pb_utils.Tensor(name, value) for name, value in forwarded.items()]
+            tensors |= self._make_forwarded(job.inputs.columns, count)
         payload = make_payload(job.options, job.sample)
         is_admitted = job.is_counted or job.sample
         ticket = self._admit(count, job) if is_admitted else NO_TICKET
         if not job.is_counted:
-            tensors.append(pb_utils.Tensor("direct_call", np.ones((count, 1), np.bool_)))
-        tensors.append(pb_utils.Tensor("request_ticket", write_ticket(ticket, payload, count)))
-        return pb_utils.InferenceResponse(tensors)
+            tensors["direct_call"] = np.ones((count, 1), np.bool_)
+        tensors |= write_ticket(ticket, payload, count)
+        return pb_utils.InferenceResponse([pb_utils.Tensor(*each) for each in tensors.items()])
 
 
 def _response(result: Any) -> Any:

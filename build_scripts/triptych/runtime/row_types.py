@@ -114,12 +114,13 @@ def make_int32(values: list[int], width: int = 1) -> NDArray[np.int32]:
 
 NO_TICKET = (0, 0)
 """Ticket of a request that is not counted; otherwise it is an `in_flight.Ticket`."""
-_TICKET = struct.Struct("<2q")
+TICKET, PAYLOAD = "request_ticket", "request_payload"
+"""Tensors INT64 ``[model rows, 2]`` and BYTES ``[model rows, 1]`` that go past the core."""
 _SIZE = struct.Struct("<i")
 
 
 def make_payload(options: str, sample: bytes) -> bytes:
-    """Return the payload of a ticket; empty if both arguments are.
+    """Return the payload of a request; empty if both arguments are.
 
     Args:
         options: Parameters of the request as JSON, if it sent some as tensors.
@@ -130,25 +131,27 @@ def make_payload(options: str, sample: bytes) -> bytes:
 
 
 def read_payload(payload: bytes) -> tuple[str, bytes]:
-    """Return the options and the sample payload of a ticket's payload."""
+    """Return the options and the sample payload of a request's payload.
+
+    Raises:
+        struct.error, UnicodeDecodeError: It is none.
+    """
     if not payload:
         return "", b""
     start = _SIZE.size + _SIZE.unpack_from(payload)[0]
     return payload[_SIZE.size : start].decode(), payload[start:]
 
 
-def write_ticket(ticket: Sequence[int], payload: bytes, count: int) -> NDArray[Any]:
-    """Return a ticket as BYTES ``[model rows, 1]``: the first row has it, the others are empty."""
-    values = np.full((count, 1), b"", dtype=np.object_)
-    values[0, 0] = _TICKET.pack(*ticket) + payload
-    return values
+def write_ticket(ticket: Sequence[int], payload: bytes, count: int) -> dict[str, NDArray[Any]]:
+    """Return `TICKET` and `PAYLOAD` for `count` model rows, without those that say nothing.
 
-
-def read_ticket(values: Sequence[bytes]) -> tuple[Sequence[int], bytes]:
-    """Return a ticket and its payload, given by its rows.
-
-    Raises:
-        struct.error: The first row is too short.
+    The first row has the values, the others are zeros or empty.
     """
-    data = values[0]
-    return _TICKET.unpack_from(data), data[_TICKET.size :]
+    tensors: dict[str, NDArray[Any]] = {}
+    if ticket[1]:
+        tensors[TICKET] = np.zeros((count, 2), np.int64)
+        tensors[TICKET][0] = ticket
+    if payload:
+        tensors[PAYLOAD] = np.full((count, 1), b"", dtype=np.object_)
+        tensors[PAYLOAD][0, 0] = payload
+    return tensors

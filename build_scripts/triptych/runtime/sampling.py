@@ -1,8 +1,8 @@
-"""Sampled rows: their choice, their way to postprocess in the request ticket, and their files.
+"""Sampled rows: their choice, their way to postprocess, and their files.
 
-The ticket of a sampled request is longer: `row_types.make_payload` adds the sample payload, the
-inputs as the client sent them. Answer and inputs therefore meet in postprocess, lost requests leave
-nothing behind, and an unsampled request costs one comparison.
+A payload goes with the ticket of a sampled request: `row_types.make_payload` of the sample payload,
+the inputs as the client sent them. Answer and inputs therefore meet in postprocess, lost requests
+leave nothing behind, and an unsampled request costs one comparison.
 
 Several servers may write into one folder. Each applies the limits before it adds a file, so the
 folder may exceed them by one file per server for a moment.

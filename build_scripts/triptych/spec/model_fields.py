@@ -36,7 +36,14 @@ Axis = Annotated[int, Field(ge=1, le=100_000_000)] | Name
 """Size of an axis, or the name of an axis of variable size."""
 
 RESERVED_PREFIXES = ("forwarded_", "triton_")
-RESERVED_NAMES = ("request_ticket", "direct_call", "row_metadata", "row_counts", "priority")
+RESERVED_NAMES = (
+    "request_ticket",
+    "request_payload",
+    "direct_call",
+    "row_metadata",
+    "row_counts",
+    "priority",
+)
 """Names of tensors between the steps and of Triton's parameters."""
 
 

@@ -19,6 +19,7 @@ from triptych.base.tensors import (
     FIRST_SEGMENT,
     INPUT_IDS,
     PROMPT_LENGTH,
+    REQUEST_PAYLOAD,
     REQUEST_TICKET,
     ROW_LENGTH,
     ROW_METADATA,
@@ -285,6 +286,7 @@ class Plan:
         own = () if self.info.own is None else self.info.own.past_core
         return (
             REQUEST_TICKET,
+            REQUEST_PAYLOAD,
             *row_metadata,
             *(replace(t, name=FORWARDED_PREFIX + t.name) for t in inputs),
             *own,

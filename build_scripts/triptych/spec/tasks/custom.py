@@ -23,6 +23,7 @@ RESERVED = {
     "prompt_length",
     "row_metadata",
     "request_ticket",
+    "request_payload",
     "direct_call",
 } | {FORWARDED_PREFIX + name for name in ("text", "text_pair")}
 """Names of tensors between the steps."""
