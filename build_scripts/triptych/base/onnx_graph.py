@@ -267,8 +267,11 @@ SMALL = 1024
 """Bytes of an initializer that inference gets to read: sizes and axes, not weights."""
 
 
-def value_types(model: Any) -> dict[str, int]:
-    """Return the type of every value by name, as a number of `onnx.TensorProto.DataType`."""
+def infer_graph(model: Any, *, data_prop: bool = False) -> Any:
+    """Return the graph, without large weights, with the types and shapes that ONNX infers.
+
+    With `data_prop`, shapes that the graph computes are followed, too.
+    """
     import onnx
 
     graph, helper = model.graph, onnx.helper
@@ -287,7 +290,12 @@ def value_types(model: Any) -> dict[str, int]:
         opset_imports=model.opset_import,
         ir_version=model.ir_version,
     )
-    inferred = onnx.shape_inference.infer_shapes(skeleton).graph
+    return onnx.shape_inference.infer_shapes(skeleton, data_prop=data_prop).graph
+
+
+def value_types(model: Any) -> dict[str, int]:
+    """Return the type of every value by name, as a number of `onnx.TensorProto.DataType`."""
+    graph, inferred = model.graph, infer_graph(model)
     types = {
         value.name: value.type.tensor_type.elem_type
         for value in (*inferred.value_info, *inferred.input, *inferred.output)

@@ -32,6 +32,7 @@ from triptych.core.inputs import (
     report_settings,
 )
 from triptych.core.own_chain import Chain
+from triptych.core.own_ranges import with_ranges
 from triptych.core.own_reader import OwnReader
 from triptych.core.own_stages import APART_ROWS, Stages, find_stages, takes_rows
 from triptych.core.requests import (
@@ -89,6 +90,7 @@ def read_own_inputs(
     for name, graph in found.graphs.items():
         source = spec.with_model(name).model.source
         progress("source", f"{source}: {_shown(graph.inputs)} to {_shown(graph.outputs)}")
+    found = with_ranges(found, spec, progress)
     stage = found.stages[0]
     maker = reader.maker(info_of_interface(stage.own))
     requests = reader.with_rows(maker, requests, stage.models[0])

@@ -32,8 +32,8 @@ class OwnInputs:
     """Reader of the inputs of a request by their declared types.
 
     Args:
-        settings: Settings of the step; ``own_inputs`` has type, dtype, shape, default, allow_nan
-            and max_bytes of each input.
+        settings: Settings of the step; ``own_inputs`` has the fields of each input in the spec, and
+            its dtype.
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
@@ -65,6 +65,9 @@ class OwnInputs:
         field = self._fields[name]
         if not array.size:  # see `overflow`
             raise RequestError(name, "must have elements", "none", "Correct the shape of the input")
+        if field["max_items"] is not None and array[0].size > field["max_items"]:
+            rule = f"must have at most {field['max_items']} elements in each row"
+            raise RequestError(name, rule, array[0].size, "Send fewer elements", 0)
         if array.dtype == np.object_:
             return _read_elements(name, array, field)
         if array[0].nbytes > field["max_bytes"]:
@@ -76,7 +79,45 @@ class OwnInputs:
                 value = array.reshape(len(array), -1)[row][bad[row]][0]
                 remedy = "Send a number, or set allow_nan for the input in the pipeline"
                 raise RequestError(name, "must have finite numbers", value, remedy, row)
+        check_range(name, array, read_bounds(field["bounds"]))
+        if field["choices"]:
+            bad = ~np.isin(array, np.array(field["choices"], array.dtype))
+            rule = f"must be one of {', '.join(map(str, field['choices']))}"
+            _refuse_elements(name, rule, array, bad)
         return array if field["shape"] else array.reshape(-1)
+
+
+def read_bounds(given: Any) -> NDArray[np.float64]:
+    """Return bounds ``[2, ...]`` of a setting, with infinity in place of null."""
+    bounds = np.array(given, np.float64)
+    none = np.array([-np.inf, np.inf]).reshape(2, *[1] * (bounds.ndim - 1))
+    return np.where(np.isnan(bounds), none, bounds)
+
+
+def check_range(name: str, array: NDArray[Any], bounds: NDArray[Any]) -> None:
+    """Check numbers ``[rows, ...]`` by bounds ``[2, ...]``, which are infinite without a limit.
+
+    Raises:
+        RequestError: A number is out of its range, or is NaN where it has one.
+    """
+    low, high = bounds
+    bad = (array < low) | (array > high)
+    if array.dtype.kind == "f":
+        bad |= np.isnan(array) & (np.isfinite(low) | np.isfinite(high))
+    if bad.any():
+        place = np.unravel_index(bad.argmax(), bad.shape)
+        least, most = (f"{np.broadcast_to(each, bad.shape)[place]:.6g}" for each in bounds)
+        rule = {"-inf": f"must be at most {most}"}.get(least, f"must be from {least} to {most}")
+        _refuse_elements(name, f"must be at least {least}" if most == "inf" else rule, array, bad)
+
+
+def _refuse_elements(name: str, rule: str, array: NDArray[Any], bad: NDArray[np.bool_]) -> None:
+    """Raise an error that names the first of the `bad` elements ``[rows, ...]``, if any is."""
+    if bad.any():
+        row, *place = map(int, np.unravel_index(bad.argmax(), bad.shape))
+        at = f" at {place}" if place and array[0].size > 1 else ""
+        given = f"{array[(row, *place)]}{at}"
+        raise RequestError(name, rule, given, "Send a value in the range", row)
 
 
 def _read_elements(name: str, array: NDArray[Any], field: Mapping[str, Any]) -> Column:
@@ -246,6 +287,7 @@ class OwnRowMaker:
         self._takes_rows: bool = settings["takes_rows"]
         self._axis: Mapping[str, Any] = settings["padded_axis"]
         self._edges: Sequence[int] = settings.get("bucket_edges", ())
+        self._bounds = {name: read_bounds(each) for name, each in settings["ranges"].items()}
 
     def make(self, requests: Sequence[RowInputs]) -> list[CoreRows | Exception]:
         """Return the core's tensors of each request, or its error."""
@@ -273,12 +315,29 @@ class OwnRowMaker:
             raise RuntimeError("hooks.preprocess must return counts always or never")
         total = self._count(count, counts)
         tensors = self._check(result, total)
+        self.check_ranges(tensors, counts)
         if counts is not None:
             rest = [0] * (total - count)
             tensors[ROW_COUNTS] = np.array([*counts, *rest], np.int32).reshape(-1, 1)
         if self._takes_rows:
             tensors |= self._forwarded(rows, total - count)
         return self._padded(tensors) if self._axis.get("of") else CoreRows(tensors, [], 0)
+
+    def check_ranges(self, tensors: Arrays, counts: Sequence[int] | None) -> None:
+        """Check the inputs of the core by the ranges of its tables, before padding.
+
+        Raises:
+            RequestError: A number is out of its range; the error names the row of the request.
+        """
+        for name, bounds in self._bounds.items():
+            try:
+                check_range(name, tensors[name], bounds)
+            except RequestError as error:
+                if counts is not None:
+                    ends = np.cumsum(counts)
+                    row = int(np.searchsorted(ends, error.numbers["row"], side="right"))
+                    error.numbers["row"] = row
+                raise
 
     def _padded(self, tensors: dict[str, NDArray[Any]]) -> CoreRows:
         """Return the rows with their free axis filled up to a planned size."""
@@ -440,6 +499,9 @@ class OwnDecoder:
         try:
             if len(values) != count:
                 raise ValueError(f"must have {count} rows, it has {len(values)}")
-            return make_array(self._fields[name], values)
+            field = self._fields[name]
+            if not field["shape"] and np.shape(values)[1:] == (1,):
+                values = np.reshape(values, -1)
+            return make_array(field, values)
         except (TypeError, ValueError, OverflowError) as error:
             raise RuntimeError(f"hooks.postprocess: `{name}` {error}") from error

@@ -150,6 +150,10 @@ class InputField(Frozen):
         default: Value for requests without the input. None: the input is required.
         allow_nan: Whether numbers may be NaN or infinite.
         max_bytes: Maximum size of a value in bytes.
+        max_items: Maximum number of elements of a value.
+        min: Smallest number.
+        max: Largest number.
+        choices: Allowed numbers.
     """
 
     type: ValueType
@@ -157,9 +161,18 @@ class InputField(Frozen):
     default: bool | int | float | str | list[Any] | None = None
     allow_nan: bool = False
     max_bytes: Positive = 20_000_000
+    max_items: Positive | None = None
+    min: float | None = None
+    max: float | None = None
+    choices: list[float] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _fits(self) -> InputField:
+        limits = [limit for limit in (self.min, self.max) if limit is not None]
+        if (limits or self.choices) and self.type not in ("int", "float"):
+            raise ValueError("min, max and choices are only supported for numbers")
+        if limits != sorted(limits):
+            raise ValueError("min must not be greater than max")
         if self.type == "bytes" and self.default is not None:
             raise ValueError("an input of type bytes cannot have a default")
         return self
@@ -177,7 +190,8 @@ class InputField(Frozen):
 
     def as_dict(self) -> dict[str, object]:
         """Return data for the settings of a step."""
-        return {**self.model_dump(mode="json"), "dtype": DTYPES[self.type]}
+        fields = self.model_dump(mode="json", exclude={"min", "max"})
+        return {**fields, "dtype": DTYPES[self.type], "bounds": [self.min, self.max]}
 
 
 class ParameterField(Frozen):

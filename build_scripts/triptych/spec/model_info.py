@@ -95,6 +95,8 @@ class OwnInterface:
         has_counts: Whether `preprocess` returns the number of core rows of each row.
         takes_rows: Whether `postprocess` or another function behind a core takes the inputs of the
             request.
+        ranges: Smallest and largest value of each element of an input that indexes a table, as two
+            numbers or nested lists; None without a limit.
     """
 
     inputs: tuple[Tensor, ...]
@@ -102,6 +104,7 @@ class OwnInterface:
     past_core: tuple[Tensor, ...] = ()
     has_counts: bool = False
     takes_rows: bool = False
+    ranges: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def padded(self, axis: str) -> dict[str, int]:
         """Return the number of a named axis for each input that has it, with the batch as 0."""

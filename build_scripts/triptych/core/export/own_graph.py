@@ -24,6 +24,7 @@ from triptych.base.onnx_graph import (
 from triptych.base.tensors import DType, Tensor
 from triptych.core.export.to_onnx import Exported
 from triptych.runtime.hooking import NUMPY_TYPES
+from triptych.runtime.row_types import Arrays
 from triptych.spec.model_fields import ModelSpec
 from triptych.spec.plan import Plan
 
@@ -252,6 +253,38 @@ def _set_sizes(values: Sequence[Any], plan: Plan) -> None:
                 axis.dim_value = size
 
 
+def find_own_graph(spec: ModelSpec, sha256: str, example: Arrays, progress: Progress) -> Path:
+    """Return the user's ONNX file, or that of an exported module, cached.
+
+    Args:
+        spec: Spec of the pipeline.
+        sha256: Hash of the model.
+        example: Inputs of the core for one row.
+        progress: Receives the result of an export.
+    """
+    if spec.model.onnx is not None:
+        return spec.model_file
+    of = getattr(spec.model.axis[1], "of", {})
+    stage: dict[str, object] = {
+        "model": sha256,
+        "tensors": {
+            name: f"{value.dtype} {np.delete(value.shape, of.get(name, []))}"
+            for name, value in example.items()
+        },
+        "axes": spec.model.model_dump(mode="json")["axes"],
+        "versions": versions_of("onnx", "torch", "onnxscript"),
+        "code": code_hash(*CODE),
+    }
+
+    def work(target: Path) -> None:
+        from triptych.core.export.own_module import export_module
+
+        progress("export", f"{spec.model.source} to ONNX ...")
+        export_module(spec, example, target)
+
+    return cached_stage("own_module", stage, work, progress).folder / MODEL_FILE
+
+
 def export_graph(
     plan: Plan, spec: ModelSpec, example: Mapping[str, NDArray[Any]], progress: Progress
 ) -> Exported:
@@ -271,15 +304,9 @@ def export_graph(
     }
 
     def work(target: Path) -> None:
-        if spec.model.onnx is not None:
-            model = read_model(spec.model_file)
-            _set_sizes([*model.graph.input, *model.graph.output], plan)
-            save_onnx(model, target / MODEL_FILE)
-            return
-        from triptych.core.export.own_module import export_module
-
-        progress("export", f"{spec.model.source} to ONNX ...")
-        export_module(spec, example, target)
+        model = read_model(find_own_graph(spec, plan.info.sha256, example, progress))
+        _set_sizes([*model.graph.input, *model.graph.output], plan)
+        save_onnx(model, target / MODEL_FILE)
 
     folder, cached, files = cached_stage("own_graph", stage, work, progress)
     graph = hashes_of_graph(files)

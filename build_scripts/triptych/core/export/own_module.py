@@ -157,10 +157,10 @@ def _tensor(name: str, array: NDArray[Any]) -> Tensor:
 
 
 def _longer(array: NDArray[Any], axis: int | None) -> NDArray[Any]:
-    """Return an array with one more zero along an axis; the array itself without an axis."""
+    """Return an array with its last element again along an axis; the array itself without one."""
     if axis is None:
         return array
-    return np.pad(array, [(0, int(place == axis)) for place in range(array.ndim)])
+    return np.pad(array, [(0, int(place == axis)) for place in range(array.ndim)], mode="edge")
 
 
 def _with_free(tensor: Tensor, longer: Sequence[int], name: str) -> Tensor:

@@ -41,6 +41,7 @@ def own_task(spec: ModelSpec) -> Task:
             "required_inputs": sum(field.default is None for field in spec.inputs.values()),
             "has_counts": own.has_counts,
             "takes_rows": own.takes_rows,
+            "ranges": own.ranges,
             **{
                 kind: {t.name: {"dtype": t.dtype, "dims": t.config_dims} for t in each}
                 for kind, each in tensors.items()
