@@ -159,7 +159,8 @@ def test_all_backends_and_systems_have_parts_and_a_cpu_has_no_tensorrt(tmp_path:
     kinds = [part.kind for part in list_parts(options_of(tmp_path))]
     counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
     assert counts == {
-        "reference": 1, "build": 8, "engine": 4, "served": 8, "process": 14, "peer": 2
+        "reference": 1, "build": 8, "engine": 4, "served": 8, "process": 14, "peer": 2,
+        "kernels": 1,
     }  # fmt: skip
     trial = list_parts(options_of(tmp_path, "--device", "cpu"))
     assert not [part.name for part in trial if "tensorrt" in part.name or part.kind == "engine"]

@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.gpu import peers, systems
-from benchmarks.gpu.machine import PROVIDERS
+from benchmarks.gpu.kernels import find_missing_kernels, read_kernels
+from benchmarks.gpu.machine import CUDA, PROVIDERS
 from benchmarks.gpu.pipelines import GpuModel, GpuPipeline, list_pipelines
 from benchmarks.gpu.systems import Prepare
 from benchmarks.harness import progress, run_load, say
@@ -104,7 +105,23 @@ class Part:
 
 def list_parts(options: argparse.Namespace) -> list[Part]:
     """Return all parts for the options, the most important first."""
-    return [part for model in options.models for part in _list_parts(model, options)]
+    parts = [part for model in options.models for part in _list_parts(model, options)]
+    if options.device == CUDA:
+        needs = ("device", "ONNX Runtime")
+        parts.append(Part("kernels of ONNX Runtime", needs, _confirm_kernels))
+    return parts
+
+
+def _confirm_kernels(result: Result) -> None:
+    """Compare the list of kernels with those of the installed ONNX Runtime.
+
+    Raises:
+        RuntimeError: A kernel of the list is missing.
+    """
+    missing = find_missing_kernels()
+    result.data = {"listed": sum(map(len, read_kernels().values())), "missing": missing}
+    if missing:
+        raise RuntimeError(f"ONNX Runtime lacks kernels of the list: {', '.join(missing[:8])}")
 
 
 def _list_parts(model: GpuModel, options: argparse.Namespace) -> Iterator[Part]:

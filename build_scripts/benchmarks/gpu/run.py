@@ -64,7 +64,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--models", nargs="+", choices=names, default=names[:1])
     add("--precisions", nargs="+", choices=PRECISIONS, default=[*PRECISIONS[:2]])
     add("--layouts", nargs="+", choices=LAYOUTS, default=[*LAYOUTS])
-    add("--batches", nargs="+", type=int, default=[1, 8, 32, 128], help="rows, in process")
+    add("--batches", nargs="+", type=int, default=[1, 8, 32, 128, 512], help="rows, in process")
     add("--loads", nargs="+", type=_load, default=[*map(_load, LOADS)], metavar="CLIENTSxROWS")
     add("--served-seconds", type=positive, default=3.0, help="duration on a server")
     add("--peers", nargs="+", type=_peer, default=[], metavar="NAME=PYTHON",
