@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from triptych.base.tensors import INPUT_IDS, ROW_LENGTH, ROW_OFFSET, ROW_SPAN, TokenRow
 from triptych.core.export.packed_ops import PackedBatch, PackedOperations
-from triptych.core.export.to_onnx import (
+from triptych.core.export.places import (
     SIZES,
     TENSORRT_TILE,
     TILE_OVERHEAD,

@@ -263,6 +263,9 @@ def _names(graph: Any) -> Iterator[str]:
 FLOAT, FLOAT16, BFLOAT16, FP8 = 1, 10, 16, 17
 """Numbers of `onnx.TensorProto.DataType`; fp8 is E4M3FN."""
 
+MICROSOFT = "com.microsoft"
+"""Domain of ONNX Runtime's own operators; only the first result of each is read."""
+
 SMALL = 1024
 """Bytes of an initializer that inference gets to read: sizes and axes, not weights."""
 
@@ -276,9 +279,10 @@ def infer_graph(model: Any, *, data_prop: bool = False) -> Any:
 
     graph, helper = model.graph, onnx.helper
     weights = [tensor for tensor in graph.initializer if tensor.ByteSize() > SMALL]
+    known = [_stand_in(node) if node.domain == MICROSOFT else node for node in graph.node]
     skeleton = helper.make_model(
         helper.make_graph(
-            graph.node,
+            known,
             "skeleton",
             [
                 *graph.input,
@@ -302,10 +306,22 @@ def value_types(model: Any) -> dict[str, int]:
     }
     types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
     for node in graph.node:
+        if node.domain == MICROSOFT:
+            types |= dict.fromkeys(node.output[1:], onnx.TensorProto.INT32)  # mask of embeddings
         for name in node.output:
             if name and not types.get(name):
                 raise ValueError(f"the type of {name} cannot be inferred")
     return types
+
+
+def _stand_in(node: Any) -> Any:
+    """Return a standard operator whose first result has the type and axes of the node's."""
+    import onnx
+
+    make = onnx.helper.make_node
+    if node.op_type == "EmbedLayerNormalization":
+        return make("Gather", [node.input[2], node.input[0]], node.output[:1])
+    return make("Identity", node.input[:1], node.output[:1])
 
 
 _HALVES = (FLOAT16, BFLOAT16)

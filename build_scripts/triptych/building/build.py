@@ -41,6 +41,7 @@ class BuildOutcome:
         plan: Plan of an encoder; None for other kinds.
         not_packed_reason: Reason why the layout is not packed although the spec requests it;
             empty otherwise.
+        attention: Operators that compute attention for a GPU, with the reason; empty for a CPU.
     """
 
     pipeline: str
@@ -49,6 +50,7 @@ class BuildOutcome:
     findings: tuple[Finding, ...]
     plan: Plan | None = None
     not_packed_reason: str = ""
+    attention: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the outcome as plain data, for ``--json``."""
@@ -62,6 +64,7 @@ class BuildOutcome:
             "pipeline": self.pipeline,
             "changed": self.changed,
             **layout,
+            **({"attention": self.attention} if self.attention else {}),
             "gate": self.gate.as_dict(),
             "findings": [finding.as_dict() for finding in self.findings],
         }
@@ -136,7 +139,13 @@ def write_repository(
     progress("write", f"{repository}: {', '.join(changed) or 'up to date'}")
     changed = sorted({*changed, *steps.build_engine(core, repository, progress)})
     return BuildOutcome(
-        spec.name, tuple(changed), core.gate, findings, core.plan, core.not_packed_reason
+        spec.name,
+        tuple(changed),
+        core.gate,
+        findings,
+        core.plan,
+        core.not_packed_reason,
+        core.attention,
     )
 
 

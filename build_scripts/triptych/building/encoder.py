@@ -183,6 +183,7 @@ def render_encoder(
             for each in core.cores
         },
         instruction_sets=_instruction_sets(core),
+        attention=core.attention,
     )
     files[f"{name}/{MANIFEST_FILE}"] = manifest.as_bytes()
     keep_passed_gate(manifest, progress)

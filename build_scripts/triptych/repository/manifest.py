@@ -149,9 +149,10 @@ class EncoderManifest(BuildManifest):
         cores: Record of each core by the name of its model, if there are several models.
         instruction_sets: Instruction sets of this processor that made the precision faster, where
             it was chosen or checked for a CPU; see `container.processor`.
+        attention: Operators that compute attention for a GPU, with the reason; empty for a CPU.
     """
 
-    OPTIONAL = ("cores", "instruction_sets")
+    OPTIONAL = ("cores", "instruction_sets", "attention")
 
     spec: Annotated[
         Annotated[PipelineSpec, Tag(Kind.ENCODER.name)]
@@ -165,6 +166,7 @@ class EncoderManifest(BuildManifest):
     dry_run: DryRun | None = None
     cores: Mapping[str, CoreRecord] = field(default_factory=dict)
     instruction_sets: tuple[str, ...] = ()
+    attention: str = ""
 
 
 @dataclass(frozen=True)
@@ -222,6 +224,7 @@ def make_manifest(
     previous: EncoderManifest | None,
     cores: Mapping[str, CoreRecord],
     instruction_sets: tuple[str, ...] = (),
+    attention: str = "",
 ) -> EncoderManifest:
     """Return the manifest of an encoder; it has the time of `previous` if all else is equal.
 
@@ -255,6 +258,7 @@ def make_manifest(
         engine=engine,
         dry_run=dry_run,
         instruction_sets=instruction_sets,
+        attention=attention,
         traffic=traffic,
         gate=gate,
         files=files,

@@ -47,6 +47,7 @@ class CheckedEngine:
     gate: GateResult
     plan: None = None
     not_packed_reason: str = ""
+    attention: str = ""
 
 
 def make_generation_core(

@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from triptych.base.errors import UserError
 from triptych.core.export.model_checks import check_finite
@@ -48,7 +47,10 @@ class RowMembership(NamedTuple):
 
 
 def pool(mode: str, hidden: Tensor, rows: RowMembership) -> Tensor:
-    """Pool ``[R, N, H]`` to one vector per row ``[B, H]``, by a mode of sentence-transformers."""
+    """Pool ``[R, N, H]`` to one vector per row ``[B, H]``, by a mode of sentence-transformers.
+
+    ``sum`` adds the tokens of a row.
+    """
     member, position, length = rows.member, rows.position, rows.length
     count = length
     first: Tensor | int = 0
@@ -67,6 +69,8 @@ def pool(mode: str, hidden: Tensor, rows: RowMembership) -> Tensor:
     elif mode == "weightedmean":
         weight = member.to(hidden.dtype) * (position + 1).to(hidden.dtype)
         weight = weight / weight.sum(dim=1, keepdim=True).clamp(min=1e-9)
+    elif mode == "sum":
+        weight = member.to(hidden.dtype)
     else:
         tokens = count.to(hidden.dtype).clamp(min=1.0)
         weight = member.to(hidden.dtype)
@@ -94,7 +98,10 @@ class SentenceHead(nn.Module):
 
     def forward(self, hidden: Tensor, rows: RowMembership) -> Tensor:
         """Return FP32 ``[B, dim]`` for FP32 ``[R, N, H]``."""
-        pooled = [pool(mode, hidden, rows) for mode in self.pooling]
+        modes = self.pooling
+        if modes == ("mean",) and isinstance(next(iter(self.after), None), _UnitLength):
+            modes = ("sum",)  # the length of the vector does not matter
+        pooled = [pool(mode, hidden, rows) for mode in modes]
         vector = torch.cat(pooled, dim=-1) if len(pooled) > 1 else pooled[0]
         for module in self.after:
             vector = module(vector)
@@ -134,7 +141,9 @@ class _TokenLogit(nn.Module):
 
 class _UnitLength(nn.Module):
     def forward(self, vector: Tensor) -> Tensor:
-        return functional.normalize(vector, p=2.0, dim=1)
+        # `functional.normalize` also expands the length to the size of the vectors.
+        length: Tensor = torch.linalg.vector_norm(vector, dim=1, keepdim=True)
+        return vector / length.clamp(min=1e-12)
 
 
 class _First(nn.Module):

@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from triptych.core.export.heads import (
 )
 from triptych.core.export.packing import (
     CannotPack,
+    GatheredCore,
     PackedCore,
     PaddedEncoder,
     PositionIds,
@@ -65,6 +66,9 @@ READINGS: Mapping[str, tuple[Reading, ...]] = {
 """Tokens that a head may read, by `Core.reads`."""
 
 
+ModuleLayout = Literal["bucketed", "packed", "gathered"]
+"""Layout of a module: ``gathered`` is packed, with attention on padded rows."""
+
 ContextFactory = Callable[[Any], AbstractContextManager[None]]
 """Function of the model that returns the context manager in which the model runs."""
 
@@ -90,7 +94,7 @@ class ProbeRow(NamedTuple):
 
 
 def find_text_core(
-    model: Any, info: ModelInfo, core: Core, folder: Path, *, packed: bool
+    model: Any, info: ModelInfo, core: Core, folder: Path, layout: ModuleLayout
 ) -> nn.Module:
     """Return the model in a layout, in the first known way that gives right results.
 
@@ -101,17 +105,27 @@ def find_text_core(
         UserError: The layout is bucketed, and no way gives right results.
     """
     with contextlib.suppress(CannotPack, UserError):
-        return _find(model, info, core, folder, packed=packed, special=True)
-    return _find(model, info, core, folder, packed=packed, special=False)
+        return _find(model, info, core, folder, layout, special=True)
+    return _find(model, info, core, folder, layout, special=False)
 
 
 def _find(
-    model: Any, info: ModelInfo, core: Core, folder: Path, *, packed: bool, special: bool
+    model: Any,
+    info: ModelInfo,
+    core: Core,
+    folder: Path,
+    layout: ModuleLayout,
+    *,
+    special: bool,
 ) -> nn.Module:
     window = getattr(model.config, "sliding_window", None) or 0
     samples = _draw(model, info, core, window, special=special)
+    packed = layout != "bucketed"
     batch: Sequence[Tensor]
     batch = _packed_batch(samples) if packed else _padded_batch(samples, info.pad_token_id)
+    starts = _starts(batch) if packed else None
+    if layout == "gathered":
+        batch = _gathered_batch(batch)
     smallest = float("inf")
     for text_core in _ways(model, info, core, folder, samples):
         for tiled in (True, False) if packed else (False,):
@@ -119,13 +133,13 @@ def _find(
             if core.reads == "pooled":  # compare all token vectors: the pooled result shows less
                 probed = TextCore(text_core.encoder, _TokenVectors())
             difference = _farthest(
-                _in_layout(probed, core.per_token or core.reads == "pooled", packed, tiled),
+                _in_layout(probed, core.per_token or core.reads == "pooled", layout, tiled),
                 batch,
                 samples,
-                starts=_starts(batch) if packed else None,
+                starts=starts,
             )
             if difference < TOLERANCE:
-                return _in_layout(text_core, core.per_token, packed, tiled)
+                return _in_layout(text_core, core.per_token, layout, tiled)
             smallest = min(smallest, difference)
     if packed:
         raise CannotPack(f"rows of a batch differ by {smallest:.0e} from the same rows alone")
@@ -152,8 +166,14 @@ class _TokenVectors(nn.Module):
         return hidden
 
 
-def _in_layout(text_core: TextCore, per_token: bool, packed: bool, tiled: bool) -> nn.Module:
-    return PackedCore(text_core, per_token=per_token, tiled=tiled) if packed else text_core
+def _in_layout(
+    text_core: TextCore, per_token: bool, layout: ModuleLayout, tiled: bool
+) -> nn.Module:
+    if layout == "gathered":
+        return GatheredCore(text_core, per_token=per_token, tiled=tiled)
+    if layout == "packed":
+        return PackedCore(text_core, per_token=per_token, tiled=tiled)
+    return text_core
 
 
 def _ways(
@@ -300,6 +320,19 @@ def _packed_batch(samples: Sequence[ProbeRow]) -> tuple[Tensor, ...]:
         *sizes,
         firsts,
     )
+
+
+def _gathered_batch(packed: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the arguments of `GatheredCore` for those of `PackedCore`."""
+    ids, lengths, *_, firsts = packed
+    positions = torch.arange(int(lengths.max()), dtype=torch.int32)
+    where = (positions < lengths).nonzero()
+    spread = positions + lengths.cumsum(0) - lengths
+    places = torch.tensor(_starts(packed))[:, None] + positions
+    padded = ids[places.clamp(max=len(ids) - 1)]
+    in_batch = (spread % int(lengths.sum())).to(torch.int32)
+    place_of_token = places[where[:, 0], where[:, 1]][:, None]
+    return ids, lengths, padded, positions, in_batch, where, place_of_token, firsts
 
 
 def _padded_batch(samples: Sequence[ProbeRow], pad_token_id: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,14 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from triptych.core.export.packed_ops import PackedOperations
+from triptych.core.export.packed_ops import GatheredBatch, PackedBatch, PackedOperations
+from triptych.core.export.row_ops import MASK_VALUE, attend, collect, gather
 
 NAME = "triptych_packed"
 """Name under which this attention is registered in transformers."""
-
-MASK_VALUE = -1e4
-"""Number added to the score of a key that a query must not attend to. The key's weight underflows
-to exactly 0 in fp32, and fp16 can represent the number."""
 
 _active: list[PackedOperations] = []
 
@@ -85,14 +82,48 @@ def _attend(
     if s_aux is not None:
         raise ValueError("attention with sinks is not supported")
     with mode.paused():
-        packed = [mode.gather(tensor, 2).squeeze(0) for tensor in (query, key, value)]
+        packed = [mode.gather(tensor, 2) for tensor in (query, key, value)]
         biases = [mode.values(one) for one in (attention_mask, position_bias) if one is not None]
-        result = _tiled(mode, packed, biases, scaling, softcap)
+        biases = [
+            torch.where(one, 0.0, MASK_VALUE) if one.dtype == torch.bool else one for one in biases
+        ]
+        if isinstance(mode.batch, GatheredBatch):
+            if softcap is not None:
+                raise ValueError("attention with a limit of scores is not supported")
+            result = _of_rows(mode.batch, packed, biases, scaling)
+        else:
+            squeezed = [tensor.squeeze(0) for tensor in packed]
+            result = _tiled(mode.batch, squeezed, biases, scaling, softcap)
         return mode.spread(result, 1), None
 
 
+def _of_rows(
+    batch: GatheredBatch, packed: list[Tensor], biases: list[Tensor], scaling: float | None
+) -> Tensor:
+    """Return attention as packed tokens, FP32 ``[1, T, heads, d]``, computed on padded rows.
+
+    `packed` are FP32 ``[1, heads, T, d]``.
+    """
+    heads, width = packed[0].shape[1], packed[0].shape[3]
+    scale = width**-0.5 if scaling is None else scaling
+    rows = []
+    for tensor in packed:
+        if tensor.shape[1] != heads:
+            tensor = tensor.repeat_interleave(heads // tensor.shape[1], 1)
+        rows.append(gather(tensor.transpose(1, 2).flatten(2).squeeze(0), batch.token_of_slot, 0))
+    bias = None
+    for one in biases:
+        bias = one if bias is None else bias + one
+    if bias is not None and _is_one(bias.shape[2]):
+        bias = bias.expand(-1, -1, batch.max_length, -1)
+    query, key, value = rows
+    padded = attend(query, key, value, batch.length[:, 0], bias, heads, scale)
+    tokens = collect(padded, batch.where)
+    return tokens.reshape(1, batch.token_count, heads, packed[2].shape[3])
+
+
 def _tiled(
-    mode: PackedOperations,
+    batch: PackedBatch,
     packed: list[Tensor],
     biases: list[Tensor],
     scaling: float | None,
@@ -103,9 +134,8 @@ def _tiled(
     Heads stay the first axis from the packed tokens to the result, so that a gather along the
     second axis makes tiles without transposing their keys and values.
     """
-    batch = mode.batch
-    queries = _rows(packed[0], batch.token_of_query)
-    keys, values = (_rows(tensor, batch.token_of_key) for tensor in packed[1:])
+    queries = gather(packed[0], batch.token_of_query, 1)
+    keys, values = (gather(tensor, batch.token_of_key, 1) for tensor in packed[1:])
     if keys.shape[0] != queries.shape[0]:
         repeats = queries.shape[0] // keys.shape[0]
         keys, values = (tensor.repeat_interleave(repeats, 0) for tensor in (keys, values))
@@ -114,25 +144,17 @@ def _tiled(
         scores = torch.tanh(scores / softcap) * softcap
     bias = batch.key_bias(MASK_VALUE)[None, :, None, :]
     for extra in biases:
-        additive = torch.where(extra, 0.0, MASK_VALUE) if extra.dtype == torch.bool else extra
-        bias = bias + _bias_of_tiles(mode, additive)
+        bias = bias + _bias_of_tiles(batch, extra)
     weights = (scores + bias).softmax(-1)
     result = (weights @ values).flatten(1, 2).index_select(1, batch.query_of_token)
     return result.transpose(0, 1)[None]
 
 
-def _rows(tokens: Tensor, index: Tensor) -> Tensor:
-    """Gather tokens ``[heads, T, d]`` by an index ``[N, M]`` into ``[heads, N, M, d]``."""
-    rows = tokens.index_select(1, index.reshape(-1))
-    return rows.reshape(tokens.shape[0], index.shape[0], index.shape[1], tokens.shape[2])
-
-
-def _bias_of_tiles(mode: PackedOperations, bias: Tensor) -> Tensor:
+def _bias_of_tiles(batch: PackedBatch, bias: Tensor) -> Tensor:
     """Return a bias ``[B or 1, heads or 1, L or 1, L]`` for tiles, heads first.
 
     The result is ``[heads or 1, N or 1, W or 1, L]``.
     """
-    batch = mode.batch
     by_head = bias.transpose(0, 1)
     shared, same = _is_one(bias.shape[0]), _is_one(bias.shape[2])
     if same:

@@ -25,6 +25,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from triptych.core.export.row_ops import collect, gather
+
 
 class PackedBatch:
     """Index tensors of one batch, all INT64.
@@ -68,7 +70,7 @@ class PackedBatch:
         return _at_least_0((place[:, None] >= self._start[None, :]).long().sum(1) - 1)
 
     @cached_property
-    def _position_of_token(self) -> Tensor:
+    def position_of_token(self) -> Tensor:
         """Position of each token in its row, ``[T]``; a pad token has the row's last position."""
         row = self._row_of_token
         position = torch.arange(self.token_count) - self._start.index_select(0, row)
@@ -77,7 +79,7 @@ class PackedBatch:
     @cached_property
     def slot_of_token(self) -> Tensor:
         """Index of each token among the B * L padded slots, ``[T]``."""
-        return self._row_of_token * self.max_length + self._position_of_token
+        return self._row_of_token * self.max_length + self.position_of_token
 
     @cached_property
     def token_of_slot(self) -> Tensor:
@@ -125,7 +127,7 @@ class PackedBatch:
     def query_of_token(self) -> Tensor:
         """Index of each token among the N * W queries of all tiles, ``[T]``."""
         first = self._first_tile.index_select(0, self._row_of_token) * self.tile_size
-        return first + self._position_of_token
+        return first + self.position_of_token
 
     def _at_most_last(self, index: Tensor) -> Tensor:
         """Return token indices limited to the batch's last token: a row may have no token."""
@@ -154,6 +156,26 @@ def _sums_before(counts: Tensor) -> Tensor:
     return torch.where(index[None, :] < index[:, None], counts[None, :], 0).sum(1)
 
 
+class GatheredBatch:
+    """Index tensors of one batch whose attention is computed on padded rows (see `places`).
+
+    Args:
+        padded_ids: Token ids of padded rows, ``[B, L]``.
+        length: Number of tokens of each row, INT32 ``[B, 1]``.
+        spread: Index of the token in each padded slot, INT32 ``[B, L]``; negative ones count from
+            the end. Slots beyond a row's end hold any tokens.
+        where: Row and position of each token, INT64 ``[T, 2]``. There are no pad tokens.
+    """
+
+    def __init__(self, padded_ids: Tensor, length: Tensor, spread: Tensor, where: Tensor) -> None:
+        self.length = length
+        self.where = where
+        self.token_of_slot = spread
+        self.token_count = where.shape[0]
+        # The exporter knows these sizes by the ids alone, which the model gets.
+        self.row_count, self.max_length = padded_ids.shape
+
+
 class Packed(NamedTuple):
     """Packed form of a padded tensor.
 
@@ -177,7 +199,7 @@ or None if the operation does not compute on tokens alone."""
 class PackedOperations(TorchFunctionMode):
     """Context in which token-wise operations compute on the packed tokens of `batch`."""
 
-    def __init__(self, batch: PackedBatch) -> None:
+    def __init__(self, batch: PackedBatch | GatheredBatch) -> None:
         super().__init__()
         self.batch = batch
         self._known: dict[int, Packed] = {}
@@ -222,8 +244,15 @@ class PackedOperations(TorchFunctionMode):
         result: Tensor = function(*arguments, **options)
         ids, batch = arguments[0], self.batch
         slots = ids.dim() == 2 and _equal(ids.shape[1], batch.max_length)
-        if slots and (_equal(ids.shape[0], 1) or _equal(ids.shape[0], batch.row_count)):
-            packed = self.gather(ids.expand(batch.row_count, batch.max_length))
+        if isinstance(batch, GatheredBatch):
+            return result  # vectors are added on padded rows, up to the first linear layer
+        same = slots and _equal(ids.shape[0], 1)
+        if same or (slots and _equal(ids.shape[0], batch.row_count)):
+            packed = (
+                gather(ids.squeeze(0), batch.position_of_token, 0)[None]
+                if same
+                else self.gather(ids)
+            )
             vectors = function(packed, *arguments[1:], **options)
             self._known[id(result)] = Packed(result, vectors, 1)
             self._values[id(result)] = result
@@ -254,13 +283,13 @@ class PackedOperations(TorchFunctionMode):
         if known is None:
             return value
         if id(value) not in self._values:
-            packed, axis, batch = known.packed, known.axis, self.batch
-            padded = packed.index_select(axis, batch.token_of_slot.reshape(-1))
+            packed, axis, index = known.packed, known.axis, self.batch.token_of_slot
             if axis:
-                padded = padded.squeeze(0)
-                before, after = padded.shape[: axis - 1], padded.shape[axis:]
-                rows = padded.reshape(*before, batch.row_count, batch.max_length, *after)
-                padded = rows.movedim(axis - 1, 0).contiguous()  # as `view` needs it
+                padded = gather(packed.squeeze(0), index, axis - 1)
+                if axis > 1:
+                    padded = padded.movedim(axis - 1, 0).contiguous()  # as `view` needs it
+            else:
+                padded = gather(packed, index.reshape(-1), 0)
             self._values[id(value)] = padded
         return self._values[id(value)]
 
@@ -269,9 +298,12 @@ class PackedOperations(TorchFunctionMode):
         known = self.find(padded) or self._gathered.get(id(padded))
         if known is not None and known.axis == axis:
             return known.packed
-        rows: Tensor = self.values(padded)
-        slots = rows.movedim(axis, 1).flatten(0, 1)
-        packed = slots.index_select(0, self.batch.slot_of_token)[None].movedim(1, axis)
+        rows: Tensor = self.values(padded).movedim(axis, 1)
+        if isinstance(self.batch, GatheredBatch):
+            tokens = collect(rows, self.batch.where)
+        else:
+            tokens = rows.flatten(0, 1).index_select(0, self.batch.slot_of_token)
+        packed = tokens[None].movedim(1, axis)
         # It is not added to `_known`, because the padded tensor may differ in slots beyond a row.
         self._gathered[id(padded)] = Packed(padded, packed, axis)
         return packed

@@ -38,7 +38,8 @@ from torch.overrides import TorchFunctionMode
 
 from triptych.core.export.heads import RowMembership, weighted
 from triptych.core.export.packed_attention import packed_attention
-from triptych.core.export.packed_ops import PackedBatch, PackedOperations
+from triptych.core.export.packed_ops import GatheredBatch, PackedBatch, PackedOperations
+from triptych.core.export.row_ops import place
 
 
 class CannotPack(Exception):
@@ -58,7 +59,7 @@ class PositionIds(NamedTuple):
     skipped: int | None = None
 
     def numbers(self, ids: Tensor, position: Tensor, valid: Tensor) -> Tensor:
-        """Return ``position_ids``, INT64 ``[B, L]``.
+        """Return ``position_ids``, INT64 ``[B or 1, L]``.
 
         Args:
             ids: INT64 ``[B, L]``.
@@ -66,7 +67,7 @@ class PositionIds(NamedTuple):
             valid: Whether a slot holds a token of its row, BOOL ``[B, L]``.
         """
         if self.skipped is None:
-            return (position + self.first).expand(ids.shape)
+            return position + self.first
         counted = valid & (ids != self.skipped)
         # `cumsum` is avoided: TensorRT runs it as a loop, which neither fuses with neighboring
         # operators nor fits a CUDA graph. INT32 takes at most a quarter of the memory of a layer's
@@ -108,7 +109,11 @@ class PaddedEncoder(nn.Module):
         self.around = around
 
     def forward(
-        self, input_ids: Tensor, row_length: Tensor, first_segment: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        row_length: Tensor,
+        first_segment: Tensor | None = None,
+        position: Tensor | None = None,
     ) -> tuple[Tensor, RowMembership]:
         """Return the model's result for each token, and the membership of the tokens.
 
@@ -118,12 +123,17 @@ class PaddedEncoder(nn.Module):
             input_ids: INT32 or INT64 ``[B, L]``, rows padded on the right.
             row_length: INT32 ``[B, 1]``, tokens of each row.
             first_segment: INT32 ``[B, 1]``, tokens of each row before its second segment.
+            position: Position of each slot, INT32 ``[1, L]``; computed if it is left out.
         """
         # The packed layout finds the packed form of `ids` by the tensor's identity.
         ids = input_ids if input_ids.dtype == torch.int64 else input_ids.long()
         length = row_length.long()
-        position = torch.arange(input_ids.shape[1])[None, :]
-        valid = position < length
+        if position is None:
+            position = torch.arange(input_ids.shape[1])[None, :]
+            valid = position < length
+        else:
+            valid = position < row_length
+            position = position.long()
         extra = dict(self._types(position.expand(ids.shape), first_segment))
         if self.counting is not None:
             extra["position_ids"] = self.counting.numbers(ids, position, valid)
@@ -154,13 +164,14 @@ class TextCore(nn.Module):
         row_length: Tensor,
         first_segment: Tensor | None = None,
         prompt_length: Tensor | None = None,
+        position: Tensor | None = None,
     ) -> Tensor:
         """Return the head's result, ``[B, K]`` or ``[B, L, K]``.
 
         `prompt_length` has the number of tokens at each row's beginning that are not pooled,
         ``[B, 1]``. See `PaddedEncoder` for the other arguments.
         """
-        hidden, rows = self.encoder(input_ids, row_length, first_segment)
+        hidden, rows = self.encoder(input_ids, row_length, first_segment, position)
         if prompt_length is not None:
             rows = rows._replace(prompt=prompt_length.long())
         result: Tensor = self.head(hidden, rows)
@@ -208,6 +219,48 @@ class PackedCore(nn.Module):
 
     def _attention(self, mode: PackedOperations) -> AbstractContextManager[None]:
         return packed_attention(self.core.encoder.encoder, mode) if self.tiled else nullcontext()
+
+
+class GatheredCore(PackedCore):
+    """A text core on packed tokens whose attention is computed on padded rows, for a GPU.
+
+    With `tiled`, attention is one operator; else the model's own code computes it.
+    """
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        row_length: Tensor,
+        padded_ids: Tensor,
+        positions: Tensor,
+        spread: Tensor,
+        where: Tensor,
+        place_of_token: Tensor,
+        first_segment: Tensor | None = None,
+        prompt_length: Tensor | None = None,
+    ) -> Tensor:
+        """Return the head's result, ``[B, K]``, or ``[1, S, K]`` with an entry for each id.
+
+        Args:
+            input_ids: Token ids of all rows with pad tokens between requests, INT32 ``[S]``.
+            row_length: See `TextCore`.
+            padded_ids: Token ids of padded rows, INT32 ``[B, L]``.
+            positions: Numbers from 0, INT32 ``[L]``.
+            spread: See `GatheredBatch`.
+            where: See `GatheredBatch`.
+            place_of_token: Index of each token among the ids, INT64 ``[T, 1]``.
+            first_segment: See `TextCore`.
+            prompt_length: See `TextCore`.
+        """
+        mode = PackedOperations(GatheredBatch(padded_ids, row_length, spread, where))
+        with mode, self._attention(mode):
+            result: Tensor = self.core(
+                padded_ids, row_length, first_segment, prompt_length, positions[None, :]
+            )
+        if self.per_token:
+            return place(mode.gather(result)[0], place_of_token, input_ids)[None]
+        rows: Tensor = mode.values(result)
+        return rows
 
 
 def hidden_of(output: Any) -> Tensor:

@@ -10,20 +10,27 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from triptych.base.cache import cached_stage, code_hash, key_of, versions_of
 from triptych.base.errors import Progress, UserError
 from triptych.base.onnx_graph import MODEL_FILE, hashes_of_graph, save_onnx
-from triptych.base.tensors import LONGEST, ROW_OFFSET, ROW_SPAN, Tensor, made_by_server
+from triptych.base.tensors import ROW_OFFSET, ROW_SPAN, Tensor, made_by_server
+from triptych.core.export.fusion import join_operators, rewrite, sizes_of_values
 from triptych.core.export.model_checks import check_model, check_unused
 from triptych.core.export.operators import keep_padding, write_add, write_gelu, write_squeeze
-from triptych.runtime.packing import MULTIPLE
+from triptych.core.export.places import (
+    PLACES,
+    SIZES,
+    WHERE,
+    compute_from_shapes,
+    compute_from_values,
+    compute_places,
+)
 from triptych.spec.model_info import ModelInfo
 from triptych.spec.model_source import CODE as MODEL_CODE
 from triptych.spec.plan import Plan
@@ -211,8 +218,11 @@ def export_onnx(
     *,
     packed: bool,
     target: Path,
-) -> None:
+    gathered: bool = False,
+) -> bool:
     """Write ``target/model.onnx``: the model in `folder` with its head and the outputs of `core`.
+
+    Returns whether the graph has MultiHeadAttention, which only a `gathered` one has.
 
     The graph's inputs are `inputs` in order and, if packed, those that Triton provides. Packed,
     ``input_ids`` is INT32 ``[tokens]``, the rows of each request end to end, and an output per
@@ -227,16 +237,19 @@ def export_onnx(
     import torch
 
     from triptych.core.export.packing import CannotPack, without_fixed_length
-    from triptych.core.export.to_onnx import SIZES, compute_from_shapes, compute_from_values
 
     model = load_model(folder, core.auto_class)
     with quiet(), without_fixed_length(model), torch.no_grad():
-        graph = _graph(model, info, core, inputs, folder, packed=packed)
-        traced = (*inputs, *made_by_server(inputs)[:1], *SIZES) if packed else inputs
+        layout = "gathered" if gathered else "packed" if packed else "bucketed"
+        graph = _graph(model, info, core, inputs, folder, layout)
+        traced = inputs
+        if packed:
+            computed = PLACES if gathered else SIZES
+            traced = (*inputs, *made_by_server(inputs)[:1], *computed)
         examples, shapes = _examples(traced, packed=packed)
         names = [tensor.name for tensor in traced], [output.name for output in core.outputs]
         try:
-            proto = convert(graph, examples, (shapes,), *names)
+            proto = convert(graph, examples, (shapes,), *names, gathered=gathered)
         except Exception as error:
             reason = f"{type(error).__name__}: {_one_line(error)}"
             if packed:
@@ -249,11 +262,12 @@ def export_onnx(
             ) from error
     if packed and ROW_SPAN in inputs:
         compute_from_shapes(proto)
-    elif packed:
+    elif packed and not gathered:
         compute_from_values(proto, info.max_length)
     _declare(proto, (*inputs, *made_by_server(inputs), *core.outputs), packed=packed)
     target.mkdir(parents=True, exist_ok=True)
     save_onnx(proto, target / MODEL_FILE)
+    return any(node.op_type == "MultiHeadAttention" for node in proto.graph.node)
 
 
 def convert(
@@ -262,6 +276,8 @@ def convert(
     shapes: tuple[Any, ...],
     inputs: Sequence[str],
     outputs: Sequence[str],
+    *,
+    gathered: bool = False,
 ) -> Any:
     """Return a torch module as an `onnx.ModelProto` that computes the same in ONNX Runtime.
 
@@ -271,6 +287,8 @@ def convert(
         shapes: Axes that vary, for each parameter of `forward`.
         inputs: Name of each tensor.
         outputs: Names of its results.
+        gathered: Whether `places.PLACES` are inputs of the module, which the graph computes. It
+            then has operators of ONNX Runtime.
     """
     import torch
 
@@ -287,8 +305,13 @@ def convert(
         },
         verbose=False,
     )
+    if gathered:
+        join_operators(exported.model)
     proto = exported.model_proto
     keep_padding(proto)
+    if gathered:
+        compute_places(proto)
+        rewrite(proto, sizes_of_values(exported.model))
     return proto
 
 
@@ -298,14 +321,14 @@ def _graph(
     core: Core,
     inputs: tuple[Tensor, ...],
     folder: Path,
-    *,
-    packed: bool,
+    layout: Any,
 ) -> Any:
     """Return the torch module to export, from the graph's inputs to its outputs."""
     from triptych.core.export.heads import CoreGraph, Returned
 
     activation = "softmax" if core.reads == "mask" else core.activation or info.activation
     kept = core.outputs[0].dims[0] if core.returns == "choices" else 0
+    packed = layout != "bucketed"
     returned = Returned(core.returns, activation, kept=int(kept), flatten=packed and core.per_token)
     if core.reads == "image":
         from triptych.spec.image_core import ImageCore
@@ -323,11 +346,13 @@ def _graph(
     names = [tensor.name for tensor in inputs]
     # The order of the module's arguments; the stride and `SIZES` follow the inputs.
     order: list[int | None] = [names.index("input_ids"), names.index("row_length")]
-    if packed:
+    if layout == "gathered":  # behind the stride
+        order += range(len(names) + 1, len(names) + 1 + len(PLACES))
+    elif packed:
         order += [names.index(ROW_OFFSET.name), *range(len(names), len(names) + 4)]
     for name in ("first_segment", "prompt_length"):
         order.append(names.index(name) if name in names else None)
-    text_core = find_text_core(model, info, core, folder, packed=packed)
+    text_core = find_text_core(model, info, core, folder, layout)
     return CoreGraph(text_core, returned, tuple(order))
 
 
@@ -347,9 +372,18 @@ def _examples(
         "longest": torch.zeros(16, dtype=torch.int32),
         "tile": torch.zeros(12, dtype=torch.int32),
         "tiles": torch.zeros(4, dtype=torch.int32),
+        "padded_ids": torch.ones(3, 7, dtype=torch.int32),
+        "positions_in_row": torch.zeros(7, dtype=torch.int32),
+        "token_of_slot": torch.zeros(3, 7, dtype=torch.int32),
+        "slot_of_token": torch.zeros(17, 2, dtype=torch.int64),
+        "place_of_token": torch.zeros(17, 1, dtype=torch.int64),
         "first_segment": torch.tensor([[2], [3], [4]], dtype=torch.int32),
         "prompt_length": torch.tensor([[1], [2], [3]], dtype=torch.int32),
     }
+    unknown = torch.export.Dim.DYNAMIC
+    # Operations on padded rows depend on sizes that are known to be equal.
+    shared = ("rows", "longest", "row_tokens") if WHERE in inputs else ()
+    sizes = {name: torch.export.Dim(name) for name in shared}
     examples, shapes = [], []
     for tensor in inputs:
         example = known.get(tensor.name)
@@ -358,13 +392,13 @@ def _examples(
             example = torch.zeros((3, *tensor.config_dims), dtype=dtype)
         examples.append(example)
         axes = enumerate(_axes(tensor, packed=packed))
-        shapes.append({place: torch.export.Dim.DYNAMIC for place, i in axes if isinstance(i, str)})
+        shapes.append({place: sizes.get(i, unknown) for place, i in axes if isinstance(i, str)})
     return tuple(examples), tuple(shapes)
 
 
 def _axes(tensor: Tensor, *, packed: bool) -> list[int | str]:
     """Return the axes of a tensor in the graph; packed, tensors per token have no axis of rows."""
-    alone = {"tokens", "span", "longest", "tile", "tiles"}.intersection(tensor.dims)
+    alone = {"tokens", "span", "longest", "tile", "tiles", "row_tokens"}.intersection(tensor.dims)
     return [*tensor.dims] if packed and alone else ["rows", *tensor.dims]
 
 
@@ -415,6 +449,7 @@ def _declare(model: Any, tensors: tuple[Tensor, ...], *, packed: bool) -> None:
 LIBRARIES = ("torch", "transformers", "onnx", "onnxscript", "tokenizers")
 CODE = ("core/export/*.py", "base/onnx_graph.py")
 REFUSAL_FILE = "cannot_pack.txt"
+ATTENTION_FILE = "attention.txt"
 
 
 @dataclass(frozen=True)
@@ -425,17 +460,42 @@ class Exported:
         file: Path of the graph; the file does not exist if there is a `refusal`.
         key: Hash of everything that decided the graph, in hex.
         refusal: Reason why the model's rows cannot be packed; empty otherwise.
+        attention: Operators that compute attention for a GPU, with the reason; empty for a CPU.
         files: SHA-256 hashes of the graph's files, by name.
     """
 
     file: Path
     key: str
     refusal: str = ""
+    attention: str = ""
     files: Mapping[str, str] = field(default_factory=dict)
 
 
-def export_model(plan: Plan, model_folder: Path, progress: Progress) -> Exported:
+def plain_reason(plan: Plan) -> str | None:
+    """Return why a core for a GPU keeps to operators of the ONNX standard; empty if it need not.
+
+    None if the core is not one of ONNX Runtime for a GPU in the packed layout.
+    """
+    core = plan.spec.core
+    if not plan.packed or (core.backend, core.device) != ("onnxruntime", "gpu"):
+        return None
+    if core.accelerator != "cuda":
+        return f"the accelerator {core.accelerator} knows no other operators"
+    if core.precision not in ("fp32", "fp16"):
+        return f"other operators are not converted to {core.precision}"
+    return ""
+
+
+def export_model(
+    plan: Plan, model_folder: Path, progress: Progress, *, plain: str = ""
+) -> Exported:
     """Export the model in the plan's layout.
+
+    Args:
+        plan: Plan of the pipeline.
+        model_folder: Folder of the model.
+        progress: Callback for the result of each stage.
+        plain: Reason to use operators of the ONNX standard alone; empty if there is none.
 
     Raises:
         UserError: The model does not run with the task's head.
@@ -449,21 +509,32 @@ def export_model(plan: Plan, model_folder: Path, progress: Progress) -> Exported
         "code": code_hash(*CODE, *MODEL_CODE),
     }
 
+    reason = plain_reason(plan)
+    if reason is not None:
+        reason = reason or plain
+        inputs["plain"] = reason
+
     def work(target: Path) -> None:
         from triptych.core.export.packing import CannotPack
 
         progress("export", f"{plan.info.architecture} to ONNX, {plan.layout} ...")
+        write = partial(
+            export_onnx,
+            model_folder,
+            plan.info,
+            plan.core,
+            plan.core_inputs,
+            packed=plan.packed,
+            target=target,
+        )
         try:
-            export_onnx(
-                model_folder,
-                plan.info,
-                plan.core,
-                plan.core_inputs,
-                packed=plan.packed,
-                target=target,
-            )
-        except CannotPack as reason:
-            (target / REFUSAL_FILE).write_text(str(reason), encoding="utf-8")
+            if reason is None:
+                write()
+            else:
+                text = attention_for_gpu(write, reason) + "\n"
+                (target / ATTENTION_FILE).write_text(text, encoding="utf-8")
+        except CannotPack as refusal:
+            (target / REFUSAL_FILE).write_text(str(refusal), encoding="utf-8")
         except (IndexError, KeyError, RuntimeError, TypeError, AttributeError) as error:
             reason_text = " ".join(str(error).split())[:300]
             raise UserError(
@@ -478,132 +549,36 @@ def export_model(plan: Plan, model_folder: Path, progress: Progress) -> Exported
     note = folder / REFUSAL_FILE
     if note.is_file():
         return Exported(folder / MODEL_FILE, key, note.read_text(encoding="utf-8"))
+    known = folder / ATTENTION_FILE
+    attention = known.read_text(encoding="utf-8").strip() if known.is_file() else ""
     graph = hashes_of_graph(files)
     size = sum((folder / name).stat().st_size for name in graph) / 1e6
     progress("export", f"{MODEL_FILE}, {size:.1f} MB{' (cached)' if cached else ''}")
-    return Exported(folder / MODEL_FILE, key, files=graph)
+    return Exported(folder / MODEL_FILE, key, attention=attention, files=graph)
 
 
-TILE = Tensor("tile", "INT32", ("tile",))
-TILES = Tensor("tiles", "INT32", ("tiles",))
-SIZES = (LONGEST, TILE, TILES)
-
-TILE_OVERHEAD = 16
-"""Time to gather the keys and values of a tile, as a number of queries. Measured on a CPU with
-AVX-512: gathering a key of 384 elements takes 0.3 to 0.4 us, and each query 25 ns."""
-
-TENSORRT_TILE = 64
-"""Number of queries in a tile for TensorRT, which cannot choose it for each batch."""
-
-
-def compute_from_values(model: Any, max_length: int) -> None:
-    """Compute the sizes from the values of ``row_length``, for ONNX Runtime.
-
-    The candidates for W are powers of two and the longest row. For each, N is the sum over the rows
-    of ``ceil(length / W)``, and the estimated time is ``N * (W + TILE_OVERHEAD)``. The candidate
-    with the smallest time is used: one long row among many short ones is cut into tiles of their
-    length.
+def attention_for_gpu(write: Callable[..., bool], reason: str) -> str:
+    """Write a graph for ONNX Runtime on a GPU; return how it computes attention.
 
     Args:
-        model: An `onnx.ModelProto`; it is changed in place.
-        max_length: Maximum number of tokens of a row.
+        write: Writes the graph, `gathered` or not; returns whether it has MultiHeadAttention.
+        reason: Reason to use operators of the ONNX standard alone; empty if there is none.
     """
-    from onnx import helper, numpy_helper
+    from triptych.core.export.packing import CannotPack
 
-    sizes = [MULTIPLE]
-    while sizes[-1] * 2 < max_length:
-        sizes.append(sizes[-1] * 2)
-    constants = {
-        "one": np.array([1], np.int32),
-        "less": np.array([MULTIPLE - 1], np.int32),
-        "multiple": np.array([MULTIPLE], np.int32),
-        "powers": np.array(sizes, np.int32),
-        "overhead": np.array([TILE_OVERHEAD], np.int32),
-        "first_axis": np.array([0], np.int64),
-    }
-    steps: list[tuple[str, list[str], list[str], dict[str, Any]]] = [
-        ("ReduceMax", ["row_length"], ["most"], {"keepdims": 0}),
-        ("Max", ["most", "one"], ["most_or_one"], {}),
-        ("Add", ["most_or_one", "less"], ["raised"], {}),
-        ("Div", ["raised", "multiple"], ["blocks"], {}),
-        ("Mul", ["blocks", "multiple"], ["longest_size"], {}),
-        ("Min", ["powers", "longest_size"], ["powers_within"], {}),
-        ("Concat", ["powers_within", "longest_size"], ["choices"], {"axis": 0}),
-        ("Sub", ["choices", "one"], ["choices_less_one"], {}),
-        ("Max", ["row_length", "one"], ["row_or_one"], {}),
-        ("Add", ["row_or_one", "choices_less_one"], ["raised_rows"], {}),
-        ("Div", ["raised_rows", "choices"], ["tiles_of_rows"], {}),
-        ("ReduceSum", ["tiles_of_rows", "first_axis"], ["tiles_of_choices"], {"keepdims": 0}),
-        ("Add", ["choices", "overhead"], ["time_of_tile"], {}),
-        ("Mul", ["tiles_of_choices", "time_of_tile"], ["time"], {}),
-        ("ArgMin", ["time"], ["best"], {"axis": 0, "keepdims": 1}),
-        ("Gather", ["choices", "best"], ["tile_size"], {}),
-        ("Gather", ["tiles_of_choices", "best"], ["tiles_size"], {}),
-    ]
-    nothing = numpy_helper.from_array(np.zeros(1, np.float32))
-    for tensor in SIZES:
-        wide = f"{tensor.name}_shape"
-        steps += [
-            ("Cast", [f"{tensor.name}_size"], [wide], {"to": 7}),
-            ("ConstantOfShape", [wide], [tensor.name], {"value": nothing}),
-        ]
-    known = {value.name for value in model.graph.input} | {tensor.name for tensor in SIZES}
-    inside = {name: f"sizes.{name}" for name in constants}
-    inside |= {name: f"sizes.{name}" for _, _, outputs, _ in steps for name in outputs}
-    inside |= {name: name for name in known}
-    nodes = [
-        helper.make_node(
-            operator,
-            [inside[name] for name in inputs],
-            [inside[name] for name in outputs],
-            name=f"sizes.{index}.{operator}",
-            **attributes,
-        )
-        for index, (operator, inputs, outputs, attributes) in enumerate(steps)
-    ]
-    _prepend(model, nodes, {inside[name]: value for name, value in constants.items()})
+    if not reason:
+        try:
+            if write(gathered=True):
+                return PADDED
+            return OWN_OPERATORS
+        except CannotPack as error:
+            reason = str(error)
+    write()
+    return f"as on a CPU, because {reason}"
 
 
-def compute_from_shapes(model: Any) -> None:
-    """Compute the sizes from the shapes of inputs, for TensorRT.
-
-    ``longest`` stays an input, which Triton provides. W is `TENSORRT_TILE`. N is ``T // W + B``,
-    which is at least the number of tiles that the rows need.
-
-    Args:
-        model: An `onnx.ModelProto`; it is changed in place.
-    """
-    from onnx import helper, numpy_helper
-
-    nothing = numpy_helper.from_array(np.zeros(1, np.float32))
-    constants = {"sizes.tile": np.array([TENSORRT_TILE], np.int64)}
-    steps: list[tuple[str, list[str], str, dict[str, Any]]] = [
-        ("Shape", ["input_ids"], "sizes.tokens", {}),
-        ("Shape", ["row_length"], "sizes.rows", {"start": 0, "end": 1}),
-        ("Div", ["sizes.tokens", "sizes.tile"], "sizes.whole_tiles", {}),
-        ("Add", ["sizes.whole_tiles", "sizes.rows"], "sizes.tiles", {}),
-        ("ConstantOfShape", ["sizes.tile"], TILE.name, {"value": nothing}),
-        ("ConstantOfShape", ["sizes.tiles"], TILES.name, {"value": nothing}),
-    ]
-    nodes = [
-        helper.make_node(operator, inputs, [output], name=f"node.{output}", **attributes)
-        for operator, inputs, output, attributes in steps
-    ]
-    _prepend(model, nodes, constants)
-
-
-def _prepend(model: Any, nodes: list[Any], constants: dict[str, Any]) -> None:
-    """Insert nodes before all others; values that the nodes compute are removed from the inputs."""
-    from onnx import numpy_helper
-
-    graph = model.graph
-    computed = {name for node in nodes for name in node.output}
-    inputs = [value for value in graph.input if value.name not in computed]
-    old = list(graph.node)
-    del graph.input[:]
-    graph.input.extend(inputs)
-    del graph.node[:]
-    graph.node.extend([*nodes, *old])
-    graph.initializer.extend(
-        numpy_helper.from_array(value, name) for name, value in constants.items()
-    )
+PADDED = "MultiHeadAttention of ONNX Runtime, on rows padded to the longest"
+OWN_OPERATORS = (
+    "operators of the model's own code, on rows padded to the longest, because the model does not "
+    "look its attention up in transformers' registry, or MultiHeadAttention does not compute it"
+)

@@ -42,6 +42,7 @@ from triptych.base.onnx_graph import (
     BFLOAT16,
     FLOAT,
     FLOAT16,
+    MICROSOFT,
     PRODUCTS,
     Initializers,
     add_constant,
@@ -101,6 +102,7 @@ HALF_TYPES: Mapping[str, HalfType] = {
 """The 16-bit types, by precision."""
 
 _WEIGHED = {"MatMul": 1, "Gemm": 1, "Conv": 1, "ConvTranspose": 1, "Gather": 0}
+_WEIGHED["EmbedLayerNormalization"] = 2
 """Operators that read learned weights, and the index of the input that holds them."""
 
 
@@ -134,12 +136,11 @@ def fp32_nodes(
         values = [name for name in (*node.input, *node.output) if types.get(name) == FLOAT]
         if not values:
             continue
-        schema = onnx.defs.get_schema(node.op_type, domains[node.domain], node.domain)
         reason = (
             (PLACES if index not in learned else "")
             or (RESULT if index not in before else "")
             or FRAGILE.get(node.op_type, "")
-            or _undefined(node, schema, types, wanted)
+            or _undefined(node, domains, types, wanted)
             or _without_form(_numbers(node, constants), wanted)
             or (EPSILON if index in small else "")
             or _too_large(values, ranges, wanted)
@@ -206,8 +207,18 @@ def _numbers(node: Any, constants: Initializers) -> list[NDArray[Any]]:
     return [value_of(tensor) for tensor in tensors if tensor.data_type == FLOAT]
 
 
-def _undefined(node: Any, schema: Any, types: Mapping[str, int], wanted: HalfType) -> str:
-    """Return why the operator does not support the type; empty if it does."""
+def _undefined(
+    node: Any, domains: Mapping[str, int], types: Mapping[str, int], wanted: HalfType
+) -> str:
+    """Return why the operator does not support the type; empty if it does.
+
+    ONNX Runtime's own operators are in graphs for fp16 alone.
+    """
+    import onnx
+
+    if node.domain == MICROSOFT:
+        return ""
+    schema = onnx.defs.get_schema(node.op_type, domains[node.domain], node.domain)
     for names, parameters in ((node.input, schema.inputs), (node.output, schema.outputs)):
         for place, name in enumerate(names):
             parameter = parameters[min(place, len(parameters) - 1)]  # the last may repeat

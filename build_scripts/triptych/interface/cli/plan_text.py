@@ -15,6 +15,7 @@ from triptych.base.tensors import INPUT_IDS, Tensor, made_by_server
 from triptych.building.generation.inputs import GeneratingInputs, GenerationInputs
 from triptych.building.generation.render import FROM_CORE, INPUTS, OUTPUTS, TO_CORE
 from triptych.building.generation.text2text import Text2TextInputs
+from triptych.core.export.to_onnx import plain_reason
 from triptych.core.inputs import PipelineInputs
 from triptych.repository.manifest import EncoderManifest, find_manifest
 from triptych.repository.render import python_steps, stages_of
@@ -199,11 +200,16 @@ def describe_encoder(inputs: PipelineInputs, repository: Path) -> Described:
     """Return the plan of an encoder, with the dry run of its engine by the build in place."""
     plan = inputs.plan
     described = describe_plan(plan)
+    owner = plan.spec.core.shared_from or plan.spec.name
+    manifest = find_manifest(repository, owner, EncoderManifest)
     if plan.builds_engine:
-        owner = plan.spec.core.shared_from or plan.spec.name
-        described["gpu"]["dry_run"] = describe_dry_run(
-            plan, find_manifest(repository, owner, EncoderManifest)
-        )
+        described["gpu"]["dry_run"] = describe_dry_run(plan, manifest)
+    reason = plain_reason(plan)
+    if reason:
+        described["gpu"]["attention"] = f"as on a CPU, because {reason}"
+    elif reason is not None:
+        built = "" if manifest is None else manifest.attention
+        described["gpu"]["attention"] = built or "chosen by the next build"
     return described
 
 

@@ -87,6 +87,8 @@ def print_built(console: Console, built: BuildOutcome) -> None:
         _print_excluded_layers(console, gate.conversion)
     if built.not_packed_reason:
         say(console, f"  built bucketed, not packed: {built.not_packed_reason}", "yellow")
+    if built.attention:
+        say(console, f"  attention: {built.attention}")
     for finding in built.findings:
         if finding.severity == "warning":
             print_finding(console, finding.as_dict())
