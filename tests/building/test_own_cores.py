@@ -18,7 +18,15 @@ from onnx import numpy_helper
 from client_toy import wait_until
 from conftest import quiet
 from mistakes import check_refused
-from own_models import SAMPLING, build_own, monitor_samples, read_own, write_cores
+from own_models import (
+    SAMPLING,
+    build_own,
+    monitor_samples,
+    read_own,
+    save_dense,
+    write_cores,
+    write_rows,
+)
 from scaffolding import write
 from triptych.base.errors import UserError
 from triptych.building.own_checks import check_own_pipeline
@@ -324,3 +332,62 @@ def test_functions_that_pass_other_arrays_replace_those_before(base: Path, serve
             ended.set()
     (line,) = told
     assert "second was rebuilt and reloaded" in line
+
+
+TENSOR_NET = """
+import torch
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = torch.nn.Embedding(12, 3)
+
+    def forward(self, month):
+        return self.table((month - 1)[:, 0])
+"""
+
+BETWEEN = """
+def preprocess(rows):
+    return {"features": rows["features"]}
+
+
+def between(arrays):
+    return {"month": arrays["vector"].argmax(axis=1)[:, None] + 1}
+"""
+
+
+def test_a_module_that_returns_a_tensor_is_a_later_model(tmp_path: Path) -> None:
+    folder = tmp_path / "pipelines/months"
+    folder.mkdir(parents=True)
+    save_dense(folder / "vectors.onnx", "features", 4, {"vector": 12}, 1)
+    (folder / "net.py").write_text(TENSOR_NET)
+    (folder / "hooks.py").write_text(BETWEEN)
+    features = np.random.default_rng(0).normal(size=(24, 4)).astype(np.float32)
+    write_rows(folder, [{"features": row} for row in features.tolist()])
+    spec: dict[str, Any] = {
+        "task": "model",
+        "models": {
+            "vectors": {"onnx": "vectors.onnx"},
+            "months": {"module": "net.py:Net", "step": "between"},
+        },
+        "inputs": {"features": {"type": "float", "shape": [4]}},
+        "outputs": {"season": {"type": "float", "shape": [3]}},
+    }
+    (folder / "pipeline.yaml").write_text(json.dumps(spec))
+    inputs = read_own(tmp_path, "months")
+    assert inputs.plan.stages[1].own.ranges == {"month": [[1], [12]]}
+    assert inputs.chain is not None
+    direct = [inputs.chain.answer(request)["season"][0] for request in inputs.requests]
+    build_own(tmp_path, "months")
+    sent = np.array([request.sent["features"] for request in inputs.requests])
+    with (
+        Server(tmp_path / "repository") as server,
+        Client("months", server.grpc_url) as client,
+    ):
+        found = client.infer({"features": sent})["season"]
+    np.testing.assert_allclose(found, direct, atol=1e-5)
+    both = {"season": {"type": "float", "shape": [3]}, "other": {"type": "float"}}
+    (folder / "pipeline.yaml").write_text(json.dumps({**spec, "outputs": both}))
+    check_refused("model.outputs", build_own, tmp_path, "months")

@@ -486,6 +486,16 @@ class OwnDecoder:
         if self._function is not None:
             arguments["parameters"] = parameters
             result = call_function("postprocess", self._function, arguments)
+        else:
+            if len(result) == len(self._fields) == 1:  # whatever the model calls it
+                result = dict(zip(self._fields, result.values(), strict=True))
+            missing = [name for name in self._fields if name not in result]
+            if missing:
+                raise RuntimeError(
+                    f"the model must return the outputs, {missing[0]} is not among "
+                    f"{', '.join(result)}: name them in model.outputs (of a module), or make them "
+                    "in hooks.postprocess"
+                )
         if not isinstance(result, dict) or (
             self._function is not None and result.keys() != self._fields.keys()
         ):

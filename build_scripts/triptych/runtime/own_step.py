@@ -142,4 +142,4 @@ class OwnStep(OwnRowMaker):
             passed[ROW_COUNTS] = np.array(counts)
         for name, column in arguments.get("rows", {}).items():
             passed[FORWARDED_PREFIX + name] = make_array(self._fields[name], column)
-        return {**rows.tensors, self._passed: pack_arrays(passed, rows.row_count)}
+        return {**rows.tensors, self._passed: pack_arrays(passed, total or 1)}

@@ -97,7 +97,7 @@ def open_module(spec: ModelSpec, module: Any, *, double: bool = False) -> RunGra
         module = module.double()
 
     def run(feed: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        tensors = [torch.from_numpy(np.ascontiguousarray(feed[name])) for name in names]
+        tensors = [torch.from_numpy(np.require(feed[name], None, ("C", "W"))) for name in names]
         tensors = [t.double() if double and t.is_floating_point() else t for t in tensors]
         try:
             with torch.inference_mode():
