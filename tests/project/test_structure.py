@@ -42,6 +42,7 @@ HEAVY = {
         "building/generation/",
         "spec/image_source.py",
         "spec/model_source.py",
+        "spec/model_tokenizer.py",
     },
     "copier": {"spec/template.py"},
     "vllm": {"runtime/engine_vllm.py"},

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from triptych.base.errors import Progress
 from triptych.core.export.own_graph import OwnGraph, find_own_graph
-from triptych.core.export.own_ranges import Ranges, find_ranges
+from triptych.core.export.own_ranges import GraphRanges, find_ranges, read_without_weights
 from triptych.core.own_stages import Stages
 from triptych.core.requests import Sample
 from triptych.runtime.own_model import check_range
@@ -47,12 +47,12 @@ def with_ranges(found: Stages, spec: ModelSpec, progress: Progress) -> Stages:
     return found._replace(stages=tuple(stages))
 
 
-def _ranges(spec: ModelSpec, graph: OwnGraph, rows: Sequence[Sample], progress: Progress) -> Ranges:
-    import onnx
-
+def _ranges(
+    spec: ModelSpec, graph: OwnGraph, rows: Sequence[Sample], progress: Progress
+) -> GraphRanges:
     arrays = [{t.name: np.asarray(row)[t.name][None] for t in graph.inputs} for row in rows]
     file = find_own_graph(spec, graph.sha256, arrays[0], progress)
-    model = onnx.load(file, load_external_data=False)
+    model = read_without_weights(file)
     is_graph = spec.model.onnx is not None
     ranges = find_ranges(model, negative=is_graph)
     # The traffic runs: a module that gets negative indices takes them as ONNX does.

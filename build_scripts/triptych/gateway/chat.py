@@ -58,7 +58,7 @@ class ChatMessage(Body):
     tool_call_id: str | None = None
     audio: None = None
     function_call: None = None
-    annotations: list[dict[str, Any]] | None = None  # of an earlier answer, which the prompt lacks
+    annotations: list[dict[str, Any]] | None = None  # The prompt lacks those of an answer.
 
     @model_validator(mode="after")
     def _is_complete(self) -> ChatMessage:

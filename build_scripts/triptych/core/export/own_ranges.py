@@ -7,6 +7,7 @@ the indices of each operator that reads a table of known size to the inputs of t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,13 +36,13 @@ _FLOATS = (1, 10, 11, 16)
 """FLOAT, FLOAT16, DOUBLE and BFLOAT16 of `onnx.TensorProto.DataType`."""
 
 
-class Ranges(NamedTuple):
-    """What is known of the inputs of a graph.
+class GraphRanges(NamedTuple):
+    """Ranges of the inputs of a graph.
 
     Attributes:
         bounds: Bounds of the elements of a row of each input. Axes on which they do not depend have
             the size 1.
-        unknown: For each input whose range cannot be derived, the operator and the reason.
+        unknown: Operator and reason for each input whose range cannot be derived.
     """
 
     bounds: Mapping[str, Bounds]
@@ -52,7 +53,14 @@ class _Unknown(Exception):
     """Bounds of a result say nothing about the operands."""
 
 
-def find_ranges(model: Any, *, negative: bool) -> Ranges:
+def read_without_weights(file: Path) -> Any:
+    """Return the `onnx.ModelProto` of a file without the weights that lie beside it."""
+    import onnx
+
+    return onnx.load(file, load_external_data=False)
+
+
+def find_ranges(model: Any, *, negative: bool) -> GraphRanges:
     """Return the ranges of the inputs of a graph.
 
     Args:
@@ -64,10 +72,10 @@ def find_ranges(model: Any, *, negative: bool) -> Ranges:
 
     if len(model.functions):
         model = onnx.inliner.inline_local_functions(model)
-    return _Search(model, negative).run()
+    return _RangeSearch(model, negative).run()
 
 
-class _Search:
+class _RangeSearch:
     def __init__(self, model: Any, negative: bool) -> None:
         self._graph, self._negative = model.graph, negative
         weights = {tensor.name: tensor for tensor in self._graph.initializer}
@@ -92,7 +100,7 @@ class _Search:
         self._needs: dict[str, Bounds] = {}
         self._unknown: dict[str, str] = {}
 
-    def run(self) -> Ranges:
+    def run(self) -> GraphRanges:
         """Return the ranges."""
         for node in self._graph.node:
             self._read(node)
@@ -116,7 +124,7 @@ class _Search:
                     found = np.full(1, np.inf)
             if found.ndim > 1 and np.isfinite(found).any():
                 bounds[name] = found[:, 0]
-        return Ranges(bounds, self._unknown)
+        return GraphRanges(bounds, self._unknown)
 
     def _read(self, node: Any) -> None:
         """Find the results of a node if they are constants, and the inputs on which they depend."""
