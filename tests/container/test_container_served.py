@@ -334,8 +334,7 @@ def test_a_core_that_fails_is_never_ready(
             assert eventually(lambda: bool(re.search(answer, image.health()[1])))
             assert image.health()[0] == 1
             process.kill()
-    server = Server(repository)
-    with running(server):
+    with running(Server(repository)) as server:
         health = HealthCheck(find_pipelines(repository), server.metrics_url)
         assert health.ask(f"http://{server.http_url}") == ["minilm_packed"]
         find_fault, now = partial(health.find_fault, f"http://{server.http_url}"), time.monotonic()

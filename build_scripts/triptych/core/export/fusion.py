@@ -11,6 +11,7 @@ and leaves the rest of the graph as it is.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -183,12 +184,17 @@ def _drop_views(graph: RewrittenGraph) -> None:
             shape, source = graph.shapes.get(name), name
             while (made := graph.producers.get(source)) is not None and made.op_type in _VIEWS:
                 source = made.input[0]
-                if shape is not None and graph.shapes.get(source) == shape:
+                if shape is not None and _is_same(shape, graph.shapes.get(source, ())):
                     node.input[place] = source
         if node.op_type == "Less" and graph.rank(node.input[1]) == 2:
             made = graph.producers.get(node.input[0])
             if made is not None and _is_view(graph, made, "Unsqueeze", 0):
                 node.input[0] = made.input[0]  # the operator adds axes in front by itself
+
+
+def _is_same(shape: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Check that two shapes of the same elements are equal: then at most one size is unknown."""
+    return len(shape) == len(other) and sum(map(operator.ne, shape, other)) <= 1
 
 
 def _use_indices(graph: RewrittenGraph) -> None:

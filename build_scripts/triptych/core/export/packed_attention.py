@@ -118,7 +118,7 @@ def _of_rows(
         bias = bias.expand(-1, -1, batch.max_length, -1)
     query, key, value = rows
     padded = attend(query, key, value, batch.length[:, 0], bias, heads, scale)
-    tokens = collect(padded, batch.where)
+    tokens = collect(padded, batch.where)[None]
     return tokens.reshape(1, batch.token_count, heads, packed[2].shape[3])
 
 
