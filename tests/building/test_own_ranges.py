@@ -1,4 +1,4 @@
-"""Ranges of the inputs of own models, and that a row out of range costs no other request."""
+"""GraphRanges of the inputs of own models, and that a row out of range costs no other request."""
 
 import json
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from conftest import quiet
 from mistakes import check_refused
 from own_models import FLOAT, MAKE, NODE, build_own, read_own, save_graph, write_rows
 from triptych.client import Client, InvalidRequestError
-from triptych.core.export.own_ranges import Ranges, find_ranges
+from triptych.core.export.own_ranges import GraphRanges, find_ranges
 from triptych.core.own_inputs import read_own_inputs
 from triptych.serving.server import Server
 from triptych.spec.model_fields import load_model_spec
@@ -42,7 +42,7 @@ DERIVED: dict[str, tuple[list[Any], list[Any]]] = {
 """Graphs of x INT64 [n, 1] and a table of 7 rows of 5; the bounds of x."""
 
 
-def ranges_of(nodes: str, axes: str = "n, 1", *, negative: bool = True) -> Ranges:
+def ranges_of(nodes: str, axes: str = "n, 1", *, negative: bool = True) -> GraphRanges:
     table = ", ".join(["0"] * 35)
     text = f'<ir_version: 9, opset_import: ["" : 18]> g (int64[{axes}] x) => (float y)'
     text += f" <float[7, 5] t = {{{table}}}> {{ {nodes} }}"

@@ -299,6 +299,8 @@ def infer_graph(model: Any, *, data_prop: bool = False) -> Any:
 
 def value_types(model: Any) -> dict[str, int]:
     """Return the type of every value by name, as a number of `onnx.TensorProto.DataType`."""
+    import onnx
+
     graph, inferred = model.graph, infer_graph(model)
     types = {
         value.name: value.type.tensor_type.elem_type
