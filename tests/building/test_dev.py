@@ -119,7 +119,7 @@ def test_a_server_exchanges_what_was_built_anew(pipelines: Path, tmp_path: Path)
         assert "keeps serving the previous build" in problems.pop()
         exchange.poll()
         steps = "tickets_postprocess, tickets_preprocess"
-        assert told == [f"tickets was rebuilt and reloaded: {steps}"]
+        assert told == [f"tickets was rebuilt and reloaded: tickets, {steps}"]
         asker.wait_for("SECOND")
         for label in ("FIRST", "SECOND"):
             rollback(repository, "tickets", None)
@@ -254,7 +254,7 @@ def test_dev_serves_each_change_and_keeps_what_worked(pipelines: Path, tmp_path:
     said = log.read_text()
     assert code == 0, said
     assert "stopped (SIGINT)" in said
-    assert "was rebuilt and reloaded: tickets_postprocess" in said
+    assert "was rebuilt and reloaded: tickets" in said
     assert "the edit is served, unchecked; the gate runs behind it" in said
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

@@ -65,7 +65,7 @@ HELD: dict[str, object] = {"text_input": LONG, "sampling_parameters": {"seed": 9
 
 def hold(server: Server, slow: Streams) -> list[Any]:
     """Open two calls that take both places of `slow` until `release`."""
-    wait_until(server, "slow", under_way=0)
+    wait_until(server, "slow", in_flight=0)
     calls = [slow.open(HELD) for _ in range(2)]
     wait_until(server, "slow", running=2)
     return calls
@@ -231,12 +231,12 @@ def test_what_nobody_waits_for_ends_in_the_engine(server: Server, slow: Streams)
     calls.append(slow.open({**HELD, "stream": False}))
     wait_until(server, "slow", running=2)
     calls.append(slow.open(HELD))
-    wait_until(server, "slow", running=2, waiting=1, above_0="kv_cache_share")
+    wait_until(server, "slow", running=2, waiting=1, above_0="kv_cache_usage_ratio")
     calls[2].cancel()  # it has no token yet
     wait_until(server, "slow", running=2, waiting=0)
     calls[0].cancel()
     calls[1].cancel()
-    wait_until(server, "slow", running=0, waiting=0, kv_cache_share=0)
+    wait_until(server, "slow", running=0, waiting=0, kv_cache_usage_ratio=0)
 
 
 def test_a_request_gives_up_another_by_its_id(server: Server, slow: Streams) -> None:
@@ -258,7 +258,7 @@ def test_a_request_gives_up_another_by_its_id(server: Server, slow: Streams) -> 
         take(short, response)
     assert "must be a request id of 16 to 128 characters" in said
     assert short.text == read_answer(unharmed).text == TEXTS[0]
-    wait_until(server, "slow", running=0, waiting=0, kv_cache_share=0)
+    wait_until(server, "slow", running=0, waiting=0, kv_cache_usage_ratio=0)
 
 
 def test_a_model_is_read_as_others_read_it(tmp_path: Path) -> None:
@@ -365,7 +365,7 @@ def test_a_page_streams_a_chat_and_leaving_it_ends_the_answer(
             text = ""
             while 'id="answer"' not in text:
                 text += reply.read1(65536).decode()
-        wait_until(server, "slow", running=0, kv_cache_share=0)
+        wait_until(server, "slow", running=0, kv_cache_usage_ratio=0)
 
 
 def test_what_deploy_asks_for_is_on_the_metrics_page(
@@ -394,7 +394,7 @@ def test_what_deploy_asks_for_is_on_the_metrics_page(
     release(held)
     assert [len(read_answer(call).ids) for call in late] == [8, 8]
     assert "Given: -1" in slow.ask(text_input="a", sampling_parameters={"max_tokens": -1}).error
-    wait_until(server, "slow", under_way=0, running=0)
+    wait_until(server, "slow", in_flight=0, running=0)
 
     page = series(server)
 
@@ -418,7 +418,6 @@ def test_what_deploy_asks_for_is_on_the_metrics_page(
     answers = counted("ttft_seconds_count")
     assert answers - counted("ttft_seconds_bucket", le="0.12") >= 2
     assert counted("ttft_seconds_bucket", le="+Inf") == answers
-    assert counted("ttft_ms_bucket", le="120") == counted("ttft_seconds_bucket", le="0.12")
     assert counted("itl_seconds_count") >= 2
     assert counted("tokens", kind="new") >= 2 * 8
     assert counted("requests_total", outcome="error") == 0
@@ -468,7 +467,7 @@ def test_bench_measures_every_response(
     known = (STREAM_ERROR, NO_ANSWER, "The limit of N requests")
     assert all(any(one in said for one in known) for said in refused.errors)
     monkeypatch.undo()
-    wait_until(server, "slow", under_way=0)
+    wait_until(server, "slow", in_flight=0)
     with pytest.raises(UserError, match=r"`--concurrency` must be at most .*max_in_flight 12"):
         typical(OfferedLoad("concurrency", 13))
     four = typical(OfferedLoad("concurrency", 4))
@@ -486,7 +485,7 @@ def test_a_full_queue_refuses_and_the_others_are_answered(server: Server, slow: 
     held = hold(server, slow)
     short: dict[str, object] = {"text_input": TEXTS[0], "sampling_parameters": {"max_tokens": 3}}
     waiting = [slow.open(short) for _ in range(10)]
-    wait_until(server, "slow", under_way=12)
+    wait_until(server, "slow", in_flight=12)
     for _ in range(2):
         assert "The limit of 12 requests in flight is reached" in slow.ask(**short).error
     release(held)

@@ -251,7 +251,7 @@ def test_fill_mask(ask: Any, reference: Any, name: str) -> None:
     want = reference(name)(MASKED, top_k=6, tokenizer_kwargs={"truncation": True})
     for mine, theirs in zip(got, want, strict=True):
         same_choices(mine, theirs, "token_str", cut=True)
-    assert len({choices[0].label for choices in got}) > 1
+    assert len({choices[0].token for choices in got}) > 1
 
 
 @each_of(VECTORS)
@@ -355,7 +355,10 @@ def test_a_result_does_not_depend_on_its_neighbors(server: Server, name: str) ->
     for output, values in together.items():
         for place, index in enumerate(order):
             same(values[index], shuffled[output][place])
-            same(values[index], beside[index][output][0])
+            own = beside[index][output][0]
+            if name == "flags":  # rows of a request have the width of the longest
+                assert not any(values[index][len(own) :])
+            same(values[index][: len(own)] if name == "flags" else values[index], own)
 
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {

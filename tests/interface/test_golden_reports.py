@@ -176,7 +176,7 @@ def gate_page(gate: GateResult) -> str:
 
 def built(gate: GateResult) -> Any:
     """As much of the result of a build as a terminal shows."""
-    return SimpleNamespace(gate=gate, not_packed_reason="", findings=())
+    return SimpleNamespace(gate=gate, not_packed_reason="", attention="", findings=())
 
 
 def printed(show: Callable[[Console, Any], None], result: Any) -> str:

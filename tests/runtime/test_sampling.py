@@ -92,13 +92,19 @@ def change_labels(repository: Path, pipeline: str, labels: Sequence[str]) -> Non
     replace_file(file, json.dumps({**settings, "labels": list(labels)}))
 
 
+COUNTS = {
+    "triptych_samples_written_total": "kept",
+    "triptych_sample_written_bytes_total": "bytes",
+}
+
+
 def counts(server: Server) -> Counter[str]:
     """``kept``, ``bytes`` and reasons of dropped rows to their counts on the metrics page."""
     return Counter(
         {
-            labels.get("reason", name.removeprefix("triptych_sample_")): int(value)
+            labels.get("reason", COUNTS.get(name, name)): int(value)
             for name, labels, value in fetch_metrics(server.metrics_url)
-            if name.startswith("triptych_sample_") and labels["pipeline"] == "sampled"
+            if name.startswith("triptych_sample") and labels["pipeline"] == "sampled"
         }
     )
 

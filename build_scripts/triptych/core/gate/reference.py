@@ -43,6 +43,7 @@ OVERRIDES = {
     "ignore_mismatched_sizes=True": "mismatched weights are then reported by name and refused",
     "set_pooling_include_prompt(False)": "as for hkunlp/instructor-*, which a user loads by name",
     "processor": "with tokenizer.source: file, the tokenizer is that of tokenizer.json",
+    "normalizer": "that tokenizer writes texts in lower case where sentence-transformers does",
     "max_seq_length": "tokenizer.max_length of the pipeline shortens rows before they come here",
     "truncation": "for the same reason; a pipeline of transformers fails for a longer text",
     "backend=pil": "a server resizes by Pillow; with torchvision, transformers takes its kernels",
@@ -283,7 +284,8 @@ def check_tokens(inputs: PipelineInputs) -> Any:
         model = load_as_user(inputs.model_folder, pairs=plan.core.activation is not None)
         _check_template(model, plan)
         if plan.encoder_spec.tokenizer.source == "file":
-            model[0].processor = made = load_tokenizer(inputs.model_folder, "file")
+            made = load_tokenizer(inputs.model_folder, "file")
+            model[0].processor = made
             if plan.info.lowercase:  # as sentence-transformers does
                 own = made.backend_tokenizer.normalizer or normalizers.Sequence([])
                 steps = normalizers.Sequence([normalizers.Lowercase(), own])
