@@ -38,6 +38,7 @@ class OwnInputs:
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._fields: Mapping[str, Mapping[str, Any]] = settings["own_inputs"]
+        self._bounds = {name: read_bounds(each["bounds"]) for name, each in self._fields.items()}
 
     def read(self, inputs: Mapping[str, Any]) -> dict[str, Column]:
         """Return the columns of a request, with defaults, from its tensors by name.
@@ -79,7 +80,7 @@ class OwnInputs:
                 value = array.reshape(len(array), -1)[row][bad[row]][0]
                 remedy = "Send a number, or set allow_nan for the input in the pipeline"
                 raise RequestError(name, "must have finite numbers", value, remedy, row)
-        check_range(name, array, read_bounds(field["bounds"]))
+        check_range(name, array, self._bounds[name])
         if field["choices"]:
             bad = ~np.isin(array, np.array(field["choices"], array.dtype))
             rule = f"must be one of {', '.join(map(str, field['choices']))}"
