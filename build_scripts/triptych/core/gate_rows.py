@@ -61,12 +61,19 @@ MIXED = 13
 """Number of words after which a text of a given length repeats itself."""
 
 
-def edge_images(reader: RequestReader, example: GateRequest) -> list[GateRequest]:
-    """Return edge-case images in place of the example's, as far as the pipeline accepts them."""
+def edge_images(
+    reader: RequestReader,
+    example: GateRequest,
+    sizes: Mapping[str, tuple[int, int]] = EDGE_IMAGES,
+) -> list[GateRequest]:
+    """Return images of these sizes in place of the example's, as far as the pipeline accepts them.
+
+    Each size, width and height in pixels, has the name of an edge case.
+    """
     (name,) = example.sent
     made = (
         reader.make_synthetic({name: make_bitmap(*size)}, example.parameters, preview)
-        for preview, size in EDGE_IMAGES.items()
+        for preview, size in sizes.items()
     )
     return reader.accepted([request for request in made if request is not None])
 
@@ -354,7 +361,7 @@ DEVICE_ROWS = 32
 DEVICE_TOKENS = 4096
 """Maximum number of tokens of these rows, so that the check takes seconds."""
 _MADE_LABELS = ("science", "sports", "business")
-_MADE_IMAGES = ((64, 48), (224, 224))
+_MADE_IMAGES = {f"{size} pixels": size for size in ((64, 48), (224, 224))}
 
 
 def device_rows(
@@ -373,13 +380,7 @@ def device_rows(
     }
     example = replace(example, parameters={**made_labels, **reader.parameters})
     if images:
-        (name,) = example.sent
-        bitmaps = [
-            reader.make_synthetic({name: make_bitmap(*size)}, example.parameters, f"{size} pixels")
-            for size in _MADE_IMAGES
-        ]
-        made = reader.accepted([request for request in bitmaps if request is not None])
-        return (*edge_images(reader, example), *made)
+        return tuple(edge_images(reader, example, {**EDGE_IMAGES, **_MADE_IMAGES}))
     first = probe_texts()[0]
     neutral = {**dict.fromkeys(example.sent, first.question), list(example.sent)[-1]: first.text}
     example = replace(example, sent=neutral)

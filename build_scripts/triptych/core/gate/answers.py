@@ -13,6 +13,7 @@ from triptych.core.gate.cached import decoding_of
 from triptych.core.gate.reference import reference_of
 from triptych.core.gate.runs import (
     Decoded,
+    RowOutputs,
     RunBatch,
     decode,
     decode_reference,
@@ -51,9 +52,7 @@ def reference_answers(
     Raises:
         UserError: A hook of the pipeline fails on the reference's outputs for a row.
     """
-    decoded = _decode(inputs, progress, keep=keep)
-    after = inputs.find_hook("after")
-    return decoded if after is None else _call_after(after, inputs, decoded)
+    return _finished(inputs, _decode(inputs, progress, keep=keep))
 
 
 def core_answers(inputs: PipelineInputs, run: RunBatch) -> list[DecodedAnswer]:
@@ -63,13 +62,9 @@ def core_answers(inputs: PipelineInputs, run: RunBatch) -> list[DecodedAnswer]:
         Incomparable: The core fails.
         UserError: A hook of the pipeline fails on the core's outputs for a row.
     """
-    requests, decoding = inputs.requests, decoding_of(inputs)
-    rows = rows_of(requests)
+    rows = rows_of(inputs.requests)
     outputs = run_rows(run, rows, range(len(rows)), inputs.plan.max_batch_size)
-    own = by_request(requests, [outputs[index] for index in range(len(rows))])
-    decoded = _answer_each(inputs, lambda index: decode(decoding, [requests[index]], own[index])[0])
-    after = inputs.find_hook("after")
-    return decoded if after is None else _call_after(after, inputs, decoded)
+    return _finished(inputs, _decode_each(inputs, [outputs[index] for index in range(len(rows))]))
 
 
 def check_hooks(inputs: PipelineInputs, progress: Progress) -> None:
@@ -95,14 +90,24 @@ def _decode(
     plan, requests = inputs.plan, inputs.requests
     expected = reference_of(inputs, rows_of(requests), progress, keep=keep)
     outputs = reference_row_outputs(plan.core, expected)
-    decoding = decoding_of(inputs)
     try:
-        return [DecodedAnswer(each) for each in decode_reference(decoding, requests, outputs)]
+        decoded = decode_reference(decoding_of(inputs), requests, outputs)
     except (RequestError, RuntimeError):  # A custom `decode` failed: find the rows.
-        own = by_request(requests, outputs)
-        return _answer_each(
-            inputs, lambda index: decode(decoding, [requests[index]], own[index])[0]
-        )
+        return _decode_each(inputs, outputs)
+    return [DecodedAnswer(each) for each in decoded]
+
+
+def _decode_each(inputs: PipelineInputs, outputs: Sequence[RowOutputs]) -> list[DecodedAnswer]:
+    """Decode the outputs of all rows, each request alone."""
+    decoding, requests = decoding_of(inputs), inputs.requests
+    own = by_request(requests, outputs)
+    return _answer_each(inputs, lambda index: decode(decoding, [requests[index]], own[index])[0])
+
+
+def _finished(inputs: PipelineInputs, decoded: list[DecodedAnswer]) -> list[DecodedAnswer]:
+    """Return decoded answers as the pipeline's `after` changes them, if it has one."""
+    after = inputs.find_hook("after")
+    return decoded if after is None else _call_after(after, inputs, decoded)
 
 
 def _call_after(
