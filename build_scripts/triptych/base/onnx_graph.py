@@ -74,7 +74,7 @@ def read_interface(path: Path) -> GraphInterface:
     """
     import onnx
 
-    model = onnx.load(path, load_external_data=False)
+    model = read_model(path, weights=False)
     weights = {tensor.name for tensor in model.graph.initializer}
     stored_apart = filter(onnx.external_data_helper.uses_external_data, model.graph.initializer)
     beside = {e.value for t in stored_apart for e in t.external_data if e.key == "location"}
@@ -98,11 +98,11 @@ def _graph_tensor(value: Any) -> GraphTensor:
     return GraphTensor(value.name, kind, axes if found.HasField("shape") else None)
 
 
-def read_model(path: Path) -> Any:
-    """Return the graph with its weights as an `onnx.ModelProto`."""
+def read_model(path: Path, *, weights: bool = True) -> Any:
+    """Return the graph as an `onnx.ModelProto`, with or without `weights` in a file beside it."""
     import onnx
 
-    return onnx.load(path)
+    return onnx.load(path, load_external_data=weights)
 
 
 def write_model(model: Any, target: Path) -> Path:
@@ -351,7 +351,7 @@ def open_session(path: Path, options: Any = None) -> Any:
     import onnxruntime
 
     options = onnxruntime.SessionOptions() if options is None else options
-    model_graph = onnx.load(path, load_external_data=False).graph
+    model_graph = read_model(path, weights=False).graph
     weights = model_graph.initializer
     if not _has_unsigned_inputs(model_graph):
         # Without VNNI, products of bytes add pairs up in 16 bits, which overflow. A GPU adds them
@@ -392,9 +392,7 @@ def runnable(path: Path) -> bytes | Path:
         A view of the graph as described above, or `path` if no value is fp16 or bf16. Weights in a
         file beside the graph stay there.
     """
-    import onnx
-
-    model = onnx.load(path, load_external_data=False)
+    model = read_model(path, weights=False)
     types = value_types(model)
     if not any(kind in _HALVES for kind in types.values()):
         return path

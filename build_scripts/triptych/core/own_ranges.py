@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.base.errors import Progress
+from triptych.base.onnx_graph import read_model
 from triptych.core.export.own_graph import OwnGraph, find_own_graph
-from triptych.core.export.own_ranges import GraphRanges, find_ranges, read_without_weights
+from triptych.core.export.own_ranges import GraphRanges, find_ranges
 from triptych.core.own_stages import Stages
 from triptych.core.requests import Sample
 from triptych.runtime.own_model import check_range
@@ -52,7 +53,7 @@ def _ranges(
 ) -> GraphRanges:
     arrays = [{t.name: np.asarray(row)[t.name][None] for t in graph.inputs} for row in rows]
     file = find_own_graph(spec, graph.sha256, arrays[0], progress)
-    model = read_without_weights(file)
+    model = read_model(file, weights=False)
     is_graph = spec.model.onnx is not None
     ranges = find_ranges(model, negative=is_graph)
     # The traffic runs: a module that gets negative indices takes them as ONNX does.

@@ -21,6 +21,7 @@ from triptych.base.onnx_graph import (
     PRODUCTS,
     initializers,
     node_name,
+    read_model,
     readers,
     reads,
     value_types,
@@ -91,9 +92,7 @@ def read_graph(path: Path) -> EngineGraph:
 
     Nodes have the names that TensorRT's parser gives their layers: `node_name`.
     """
-    import onnx
-
-    model = onnx.load(path, load_external_data=False)
+    model = read_model(path, weights=False)
     graph, types = model.graph, value_types(model)
     sources = {name: node for node in graph.node for name in node.output}
     weights = initializers(graph)

@@ -7,7 +7,6 @@ the indices of each operator that reads a table of known size to the inputs of t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,13 +50,6 @@ class GraphRanges(NamedTuple):
 
 class _Unknown(Exception):
     """Bounds of a result say nothing about the operands."""
-
-
-def read_without_weights(file: Path) -> Any:
-    """Return the `onnx.ModelProto` of a file without the weights that lie beside it."""
-    import onnx
-
-    return onnx.load(file, load_external_data=False)
 
 
 def find_ranges(model: Any, *, negative: bool) -> GraphRanges:

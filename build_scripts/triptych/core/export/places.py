@@ -6,6 +6,7 @@ for the index tensors.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,10 @@ PLACES = (PADDED_IDS, POSITIONS, SPREAD, WHERE, PLACE_OF_TOKEN)
 """Arguments of `packing.GatheredCore` after the lengths of the rows, with all their axes."""
 
 
+Step = tuple[str, list[str], str, dict[str, Any]]
+"""Operator, names of its operands and of its result, and its attributes."""
+
+
 def compute_places(model: Any) -> None:
     """Compute `PLACES` from the inputs of a packed core.
 
@@ -33,15 +38,13 @@ def compute_places(model: Any) -> None:
     Args:
         model: An `onnx.ModelProto`; it is changed in place.
     """
-    from onnx import helper
-
     constants = {
         "zero": np.array(0, np.int32),
         "one": np.array(1, np.int32),
         "second_axis": np.array([1], np.int64),
         "axis": np.array(0, np.int64),
     }
-    steps: list[tuple[str, list[str], str, dict[str, Any]]] = [
+    steps: list[Step] = [
         ("Max", ["row_length", "one"], "lengths", {}),
         ("CumSum", ["row_stride", "axis"], "strides_from_row", {"reverse": 1}),
         ("Unsqueeze", ["strides_from_row", "second_axis"], "strides_column", {}),
@@ -59,20 +62,7 @@ def compute_places(model: Any) -> None:
         ("CumSum", ["lengths", "axis"], "tokens_from_row", {"reverse": 1}),
         ("Sub", [POSITIONS.name, "tokens_from_row"], SPREAD.name, {}),
     ]
-    known = {value.name for value in model.graph.input} | {tensor.name for tensor in PLACES}
-    names = {name for _, inputs, output, _ in steps for name in (*inputs, output)}
-    inside = {name: name if name in known else f"places.{name}" for name in names}
-    nodes = [
-        helper.make_node(
-            operator,
-            [inside[name] for name in inputs],
-            [inside[output]],
-            name=f"places.{index}.{operator}",
-            **attributes,
-        )
-        for index, (operator, inputs, output, attributes) in enumerate(steps)
-    ]
-    _prepend(model, nodes, {inside[name]: value for name, value in constants.items()})
+    _compute(model, "places", steps, constants, PLACES)
     drop_unused(model.graph)
 
 
@@ -100,7 +90,7 @@ def compute_from_values(model: Any, max_length: int) -> None:
         model: An `onnx.ModelProto`; it is changed in place.
         max_length: Maximum number of tokens of a row.
     """
-    from onnx import helper, numpy_helper
+    from onnx import numpy_helper
 
     sizes = [MULTIPLE]
     while sizes[-1] * 2 < max_length:
@@ -113,47 +103,33 @@ def compute_from_values(model: Any, max_length: int) -> None:
         "overhead": np.array([TILE_OVERHEAD], np.int32),
         "first_axis": np.array([0], np.int64),
     }
-    steps: list[tuple[str, list[str], list[str], dict[str, Any]]] = [
-        ("ReduceMax", ["row_length"], ["most"], {"keepdims": 0}),
-        ("Max", ["most", "one"], ["most_or_one"], {}),
-        ("Add", ["most_or_one", "less"], ["raised"], {}),
-        ("Div", ["raised", "multiple"], ["blocks"], {}),
-        ("Mul", ["blocks", "multiple"], ["longest_size"], {}),
-        ("Min", ["powers", "longest_size"], ["powers_within"], {}),
-        ("Concat", ["powers_within", "longest_size"], ["choices"], {"axis": 0}),
-        ("Sub", ["choices", "one"], ["choices_less_one"], {}),
-        ("Max", ["row_length", "one"], ["row_or_one"], {}),
-        ("Add", ["row_or_one", "choices_less_one"], ["raised_rows"], {}),
-        ("Div", ["raised_rows", "choices"], ["tiles_of_rows"], {}),
-        ("ReduceSum", ["tiles_of_rows", "first_axis"], ["tiles_of_choices"], {"keepdims": 0}),
-        ("Add", ["choices", "overhead"], ["time_of_tile"], {}),
-        ("Mul", ["tiles_of_choices", "time_of_tile"], ["time"], {}),
-        ("ArgMin", ["time"], ["best"], {"axis": 0, "keepdims": 1}),
-        ("Gather", ["choices", "best"], ["tile_size"], {}),
-        ("Gather", ["tiles_of_choices", "best"], ["tiles_size"], {}),
+    steps: list[Step] = [
+        ("ReduceMax", ["row_length"], "most", {"keepdims": 0}),
+        ("Max", ["most", "one"], "most_or_one", {}),
+        ("Add", ["most_or_one", "less"], "raised", {}),
+        ("Div", ["raised", "multiple"], "blocks", {}),
+        ("Mul", ["blocks", "multiple"], "longest_size", {}),
+        ("Min", ["powers", "longest_size"], "powers_within", {}),
+        ("Concat", ["powers_within", "longest_size"], "choices", {"axis": 0}),
+        ("Sub", ["choices", "one"], "choices_less_one", {}),
+        ("Max", ["row_length", "one"], "row_or_one", {}),
+        ("Add", ["row_or_one", "choices_less_one"], "raised_rows", {}),
+        ("Div", ["raised_rows", "choices"], "tiles_of_rows", {}),
+        ("ReduceSum", ["tiles_of_rows", "first_axis"], "tiles_of_choices", {"keepdims": 0}),
+        ("Add", ["choices", "overhead"], "time_of_tile", {}),
+        ("Mul", ["tiles_of_choices", "time_of_tile"], "time", {}),
+        ("ArgMin", ["time"], "best", {"axis": 0, "keepdims": 1}),
+        ("Gather", ["choices", "best"], "tile_size", {}),
+        ("Gather", ["tiles_of_choices", "best"], "tiles_size", {}),
     ]
     nothing = numpy_helper.from_array(np.zeros(1, np.float32))
     for tensor in SIZES:
         wide = f"{tensor.name}_shape"
         steps += [
-            ("Cast", [f"{tensor.name}_size"], [wide], {"to": 7}),
-            ("ConstantOfShape", [wide], [tensor.name], {"value": nothing}),
+            ("Cast", [f"{tensor.name}_size"], wide, {"to": 7}),
+            ("ConstantOfShape", [wide], tensor.name, {"value": nothing}),
         ]
-    known = {value.name for value in model.graph.input} | {tensor.name for tensor in SIZES}
-    inside = {name: f"sizes.{name}" for name in constants}
-    inside |= {name: f"sizes.{name}" for _, _, outputs, _ in steps for name in outputs}
-    inside |= {name: name for name in known}
-    nodes = [
-        helper.make_node(
-            operator,
-            [inside[name] for name in inputs],
-            [inside[name] for name in outputs],
-            name=f"sizes.{index}.{operator}",
-            **attributes,
-        )
-        for index, (operator, inputs, outputs, attributes) in enumerate(steps)
-    ]
-    _prepend(model, nodes, {inside[name]: value for name, value in constants.items()})
+    _compute(model, "sizes", steps, constants, SIZES)
 
 
 def compute_from_shapes(model: Any) -> None:
@@ -169,7 +145,7 @@ def compute_from_shapes(model: Any) -> None:
 
     nothing = numpy_helper.from_array(np.zeros(1, np.float32))
     constants = {"sizes.tile": np.array([TENSORRT_TILE], np.int64)}
-    steps: list[tuple[str, list[str], str, dict[str, Any]]] = [
+    steps: list[Step] = [
         ("Shape", ["input_ids"], "sizes.tokens", {}),
         ("Shape", ["row_length"], "sizes.rows", {"start": 0, "end": 1}),
         ("Div", ["sizes.tokens", "sizes.tile"], "sizes.whole_tiles", {}),
@@ -182,6 +158,32 @@ def compute_from_shapes(model: Any) -> None:
         for operator, inputs, output, attributes in steps
     ]
     _prepend(model, nodes, constants)
+
+
+def _compute(
+    model: Any,
+    prefix: str,
+    steps: Sequence[Step],
+    constants: Mapping[str, Any],
+    results: Sequence[Tensor],
+) -> None:
+    """Insert steps before all other nodes; names but those of inputs and results get a prefix."""
+    from onnx import helper
+
+    known = {value.name for value in model.graph.input} | {tensor.name for tensor in results}
+    names = {name for _, operands, result, _ in steps for name in (*operands, result)}
+    inside = {name: name if name in known else f"{prefix}.{name}" for name in names}
+    nodes = [
+        helper.make_node(
+            operator,
+            [inside[name] for name in operands],
+            [inside[result]],
+            name=f"{prefix}.{index}.{operator}",
+            **attributes,
+        )
+        for index, (operator, operands, result, attributes) in enumerate(steps)
+    ]
+    _prepend(model, nodes, {inside[name]: value for name, value in constants.items()})
 
 
 def _prepend(model: Any, nodes: list[Any], constants: dict[str, Any]) -> None:
