@@ -6,10 +6,9 @@ import hashlib
 import json
 import math
 import shutil
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from onnx import numpy_helper
 
 from conftest import ROOT
 from container_image import image_of
+from processes import serving_http
 from served_command import endpoints_of, serving
 from triptych.container.device_check import (
     ROWS_FILE,
@@ -137,14 +137,8 @@ def answering(value: float, status: int = 200) -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving_http(Handler) as address:
+        yield address
 
 
 def run(

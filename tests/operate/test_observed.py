@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from benchmarks.prometheus_tools import running
 from conftest import build_into, write_pipeline
 from http_pages import comes_true
 from monitor_cases import look
+from processes import serving_http
 from triptych.base.explained import plain
 from triptych.client import Client, InferenceError
 from triptych.deploy.context import read_context
@@ -101,14 +102,8 @@ def webhook(states: dict[str, str]) -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             pass
 
-    with ThreadingHTTPServer((LOOPBACK, 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://{LOOPBACK}:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving_http(Handler) as address:
+        yield address
 
 
 def get(url: str, data: Any = None) -> Any:

@@ -2,10 +2,9 @@
 
 import base64
 import secrets
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any, NamedTuple
 
 import openai
@@ -13,7 +12,7 @@ import pytest
 from google.protobuf import json_format
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from processes import eventually
+from processes import eventually, serving_http
 
 CALLER = "00f067aa0ba902b7"
 STEPS = ("preprocess", "core", "postprocess")
@@ -84,14 +83,8 @@ def otlp_receiver() -> Iterator[tuple[str, list[Span]]]:
 
         def log_message(self, format: str, *args: object) -> None: ...
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}/v1/traces", spans
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving_http(Handler) as address:
+        yield f"{address}/v1/traces", spans
 
 
 def check_trace(address: str, name: str, spans: list[Span]) -> str:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from triptych.serving.orphan_cleanup import PROCESS_TAG_VARIABLE, SHM
@@ -14,6 +15,19 @@ from triptych.serving.server import Server
 
 CORE_IS_A_PROCESS = shutil.which("tritonserver") is None
 """Whether the core is a Python process: in the local replacement of ONNX Runtime's backend."""
+
+
+@contextmanager
+def serving_http(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Answer requests on this machine by a handler; the address of the server."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @contextmanager
