@@ -217,7 +217,10 @@ def write_pipeline(task: str, folder: Path) -> Path:
     """Write the pipeline of the model in ``folder/model``; returns its folder."""
     pipeline = folder / "pipeline"
     pipeline.mkdir()
-    spec = {"task": task, "model": {"source": str(folder / "model")}}
+    spec: dict[str, Any] = {"task": task, "model": {"source": str(folder / "model")}}
+    if task != "image-classification":
+        # All models have one tokenizer.json, of which some classes ignore parts.
+        spec["tokenizer"] = {"source": "class"}
     (pipeline / "pipeline.yaml").write_text(json.dumps(spec))
     lines: list[dict[str, str]] = [{"text": text} for text in ROWS]
     if task in PAIRS:
