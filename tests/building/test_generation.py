@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import save_file
+from transformers import AutoConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from conftest import quiet
@@ -40,6 +42,7 @@ from triptych.building.generation.gate import EVERY, METRICS
 from triptych.building.generation.inputs import read_generation
 from triptych.building.generation.live import verify_generation
 from triptych.building.generation.model import GenerationInfo, read_generation_model
+from triptych.building.generation.weights import load_model
 from triptych.container.lock_check import check_repository
 from triptych.core.gate.verify import describe_verification
 from triptych.deploy.targets import make_manifests
@@ -289,6 +292,41 @@ def test_a_model_is_read_as_others_read_it(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=said):
             read(config, tokenizer, generation)
+
+
+def test_a_tokenizer_that_its_class_changes_and_weights_without_a_use_are_refused(
+    tmp_path: Path,
+) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["tokenizer_class"] = "GPT2Tokenizer"  # which reads no normalizer
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["normalizer"] = {"type": "Lowercase"}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    rows = {"text_input": "A PARCEL"}, {"messages": [{"role": "user", "content": "A PARCEL"}]}
+
+    def read(number: int, row: dict[str, Any], **tokenizer: str) -> Any:
+        pipeline = tmp_path / f"{tokenizer.get('source', 'p')}{number}"
+        pipeline.mkdir()
+        spec = {"task": "text-generation", "model": {"source": str(folder)}, "tokenizer": tokenizer}
+        (pipeline / "pipeline.yaml").write_text(json.dumps(spec))
+        (pipeline / "traffic.jsonl").write_text(json.dumps(row))
+        inputs = read_generation(load_generation_spec(pipeline), quiet)
+        return inputs.model.decoding().decode(inputs.prompts[0].ids)
+
+    for number, row in enumerate(rows):
+        check_refused(["tokenizer.source", "by the file", "by the class"], read, number, row)
+        assert "a parcel" in read(number, row, source="file")
+        assert "A PARCEL" in read(number, row, source="class")
+
+    model = LlamaForCausalLM(AutoConfig.from_pretrained(folder))
+    model.save_pretrained(folder)
+    load_model(folder)
+    name = "model.layers.1.self_attn.q_proj.lora_A"
+    weights = model.state_dict() | {name: model.lm_head.weight[:4].clone()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    check_refused(["model.source", name, "merge_and_unload"], load_model, folder)
 
 
 def test_verify_passes_what_is_right_and_sees_other_prompts(

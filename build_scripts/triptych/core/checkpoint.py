@@ -56,15 +56,19 @@ def check_tokenizer(from_file: RequestReader, gate: GateRows) -> None:
     for request, made in zip(requests, from_file.with_rows(requests), strict=True):
         rows = () if isinstance(made, Exception) else made.rows
         if rows != request.rows:
-            raise UserError(
-                "tokenizer.source",
-                "must say which tokenizer of the model is right: its tokenizer.json or its class "
-                "in transformers, which ignores parts of the file",
-                given=f"{request.preview!r} has the tokens {_show(rows)} by the file, "
-                f"{_show(request.rows)} by the class",
-                remedy="Set it to `file` (as the tokenizers library and TEI read the model) or "
-                "`class` (as transformers 5 does)",
-            )
+            raise tokens_differ(request.preview, _show(rows), _show(request.rows))
+
+
+def tokens_differ(text: str, by_file: str, by_class: str) -> UserError:
+    """Return the error that a text has other tokens by the model's file than by its class."""
+    return UserError(
+        "tokenizer.source",
+        "must say which tokenizer of the model is right: its tokenizer.json or its class in "
+        "transformers, which ignores parts of the file",
+        given=f"{text!r} has the tokens {by_file} by the file, {by_class} by the class",
+        remedy="Set it to `file` (as the tokenizers library and TEI read the model) or `class` "
+        "(as transformers 5 does)",
+    )
 
 
 def _show(rows: Sequence[object]) -> str:

@@ -91,13 +91,22 @@ def name_of_source(source: str) -> str:
 TokenizerSource = Literal["file", "class"]
 
 
-class Tokenizer(Frozen):
-    """Tokenizer of the model, and limits on tokenized text.
+class TokenizerChoice(Frozen):
+    """Tokenizer of the model.
 
     Attributes:
         source: Origin of the tokenizer: the model's ``tokenizer.json``, as the tokenizers library
             and TEI read it (``file``), or the class in transformers, which ignores parts of the
             file (``class``). None: the class, and the build ends if their tokens differ.
+    """
+
+    source: TokenizerSource | None = None
+
+
+class Tokenizer(TokenizerChoice):
+    """Tokenizer of the model, and limits on tokenized text.
+
+    Attributes:
         max_length: Maximum number of tokens in a row, including special tokens. None: the model's
             own limit.
         truncation: Whether a longer row is truncated or its request rejected.
@@ -105,7 +114,6 @@ class Tokenizer(Frozen):
             tokenized, so that one request cannot delay a batch.
     """
 
-    source: TokenizerSource | None = None
     max_length: Annotated[int, Field(ge=3)] | None = None
     truncation: Literal["truncate", "reject"] = "truncate"
     max_text_bytes: Positive = 131_072

@@ -26,6 +26,7 @@ from triptych.spec.fields import (
     ModelSource,
     Positive,
     PriorityLevels,
+    TokenizerChoice,
     Versions,
     check_release,
 )
@@ -194,6 +195,7 @@ class GeneratingSpec(Frozen):
     folder: Path = Path()
     tuned: dict[str, bool | int | str] = Field(default_factory=dict)
     model: ModelSource
+    tokenizer: TokenizerChoice = TokenizerChoice()
     parameters: dict[str, Any] = Field(default_factory=dict)
     max_text_bytes: Positive = 1_048_576
     serving: GenerationServing = GenerationServing()

@@ -20,6 +20,7 @@ from triptych.building.generation.model import (
     read_generation_model,
 )
 from triptych.building.generation.weights import find_weights
+from triptych.core.checkpoint import tokens_differ
 from triptych.repository.config_text import check_config_texts
 from triptych.runtime.generation_messages import CONTEXT_TOKENS
 from triptych.runtime.prompts import Message, Prompts, read_conversation
@@ -289,7 +290,7 @@ def read_generation(spec: GenerationSpec, progress: Progress) -> GenerationInput
         told = Tuned(spec.tuned, found.provenance)
         progress("tuned", describe_tuned(spec.folder, told, spec_file=SPEC_FILE))
     weights = find_weights(spec.model, spec.folder, progress)
-    model = read_generation_model(weights, progress)
+    model = read_generation_model(weights, progress, spec.tokenizer.source)
     progress("source", f"{model.info.architecture}, from {spec.model.source}")
     _tell_of_answers(spec, model.info, progress)
     check_precision(spec.core.precision, model.info.quantization, backend=spec.core.backend)
@@ -330,6 +331,11 @@ def make_prompts(
         _with_adapter(inputs, prompt, place)
         for (place, _), prompt in zip(sent, _prompts(inputs, sent), strict=True)
     )
+    if (other := inputs.model.other_tokenizer) is not None:
+        for one, by_file in zip(prompts, _prompts(inputs, sent, other), strict=True):
+            if one.ids != by_file.ids:
+                shown = [str(list(ids[:32])) for ids in (by_file.ids, one.ids)]
+                raise tokens_differ(next(iter(one.sent.values()))[:80], *shown)
     mean = sum(len(prompt.ids) for prompt in prompts) / len(prompts)
     progress("traffic", f"{len(prompts)} prompts, {mean:.1f} tokens on average")
     return prompts
@@ -443,9 +449,12 @@ def _rejected(place: str, error: RequestError) -> UserError:
 
 
 def _prompts(
-    inputs: GeneratingInputs, sent: Sequence[tuple[str, Mapping[str, str]]]
+    inputs: GeneratingInputs,
+    sent: Sequence[tuple[str, Mapping[str, str]]],
+    tokenizer: Path | None = None,
 ) -> Iterator[Prompt]:
-    maker = Prompts(inputs.prompt_settings, inputs.model.tokenizer.parent)
+    """Yield the prompt of each request, with the tokenizer in a folder or the one that serves."""
+    maker = Prompts(inputs.prompt_settings, tokenizer or inputs.model.tokenizer.parent)
     for place, one in sent:
         try:
             ids = (

@@ -18,8 +18,14 @@ from triptych.base.errors import Progress, UserError
 from triptych.runtime.generation_messages import TOKENIZER_FILE
 from triptych.runtime.prompts import TEMPLATE_FILE, ChatTemplate
 from triptych.runtime.sampling_parameters import DEFAULTS, find_fault
+from triptych.spec.fields import TokenizerSource
 from triptych.spec.model_source import hash_model
-from triptych.spec.model_tokenizer import OUT_OF_REACH, read_tokenizer
+from triptych.spec.model_tokenizer import (
+    OTHER_TOKENIZER,
+    OUT_OF_REACH,
+    load_tokenizer,
+    write_tokenizers,
+)
 from triptych.spec.scaffold import LIMITS
 
 CONVERTED = {"int8": "int", "fp8": "float"}
@@ -180,13 +186,23 @@ class GenerationModel:
     decoder: Path | None = None
     pieces: Path | None = None
 
+    @property
+    def other_tokenizer(self) -> Path | None:
+        """Folder with the model's own ``tokenizer.json``; None if `tokenizer` says the same."""
+        folder = self.tokenizer.parent / OTHER_TOKENIZER
+        return folder if folder.is_dir() else None
+
     def decoding(self) -> Tokenizer:
         """Return the tokenizer that decodes ids."""
         return Tokenizer.from_file(str(self.decoder or self.tokenizer))
 
 
-def read_generation_model(folder: Path, progress: Progress) -> GenerationModel:
+def read_generation_model(
+    folder: Path, progress: Progress, source: TokenizerSource | None = None
+) -> GenerationModel:
     """Read the model in `folder`. The result is cached, because transformers takes seconds to load.
+
+    `source` is the origin of its tokenizer, as `tokenizer.source` has it.
 
     Raises:
         UserError: The model does not generate text, or has no fast tokenizer.
@@ -195,20 +211,23 @@ def read_generation_model(folder: Path, progress: Progress) -> GenerationModel:
     inputs = {
         "model": sha256,
         "template": _text_of(folder / TEMPLATE_FILE),
+        "tokenizer": source,
         "versions": versions_of("transformers", "tokenizers"),
         "code": code_hash(
             "building/generation/model.py",
-            "building/generation/model.py",
             "spec/model_source.py",
+            "spec/model_tokenizer.py",
         ),
     }
 
     def work(target: Path) -> None:
         # The tokenizer is read first, because its errors are the most specific ones.
-        (target / TOKENIZER_FILE).write_text(read_tokenizer(folder), encoding="utf-8")
-        info, template = _read(folder, sha256)
+        write_tokenizers(folder, target, source)
+        info, template = _read(folder, sha256, source)
         if template is not None:
-            (target / TEMPLATE_FILE).write_text(template, encoding="utf-8")
+            for place in (target, target / OTHER_TOKENIZER):
+                if place.is_dir():
+                    (place / TEMPLATE_FILE).write_text(template, encoding="utf-8")
         (target / INFO_FILE).write_text(json.dumps(asdict(info)), encoding="utf-8")
 
     stage = cached_stage("generation-model", inputs, work, progress)
@@ -219,8 +238,9 @@ def read_generation_model(folder: Path, progress: Progress) -> GenerationModel:
     )
 
 
-def _read(folder: Path, sha256: str) -> tuple[GenerationInfo, str | None]:
-    from transformers import AutoTokenizer
+def _read(
+    folder: Path, sha256: str, source: TokenizerSource | None
+) -> tuple[GenerationInfo, str | None]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     config = read_config(folder)
@@ -234,7 +254,7 @@ def _read(folder: Path, sha256: str) -> tuple[GenerationInfo, str | None]:
         )
     text_config = config.get_text_config()
     generation = read_generation_config(folder, config)
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = load_tokenizer(folder, source)
     kv_values, kv_heads = _kv_cache(text_config, architecture)
     info = GenerationInfo(
         sha256=sha256,

@@ -23,6 +23,7 @@ from triptych.building.generation.text2text import Text2TextInputs, without_advi
 from triptych.building.generation.weights import load_model
 from triptych.core.export.model_checks import check_unused
 from triptych.spec.kind import Kind
+from triptych.spec.model_tokenizer import load_tokenizer
 
 TOKENS = 24
 """Maximum number of tokens in an answer of the reference."""
@@ -118,6 +119,7 @@ def _of_one_model(
         "model": inputs.model.info.sha256,
         "adapter": None if adapter is None else adapter.sha256,
         "stops": stops,
+        "tokenizer": inputs.spec.tokenizer.source,
         "asked": asked,
         "search": inputs.search_key,
         "versions": versions_of("transformers", "torch", "tokenizers"),
@@ -158,13 +160,13 @@ def _continue_prompts(
 ) -> list[Reference]:
     """Return the answers of a causal language model after merging the adapter into its weights."""
     import torch
-    from transformers import AutoTokenizer, GenerationConfig
+    from transformers import GenerationConfig
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     try:
         model = load_model(inputs.weights)
-        tokenizer = AutoTokenizer.from_pretrained(inputs.weights)
+        tokenizer = load_tokenizer(inputs.weights, inputs.spec.tokenizer.source)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise UserError(
             "model.source",
@@ -243,7 +245,12 @@ class Text2TextReference:
         self._least = int(inputs.search["min_new_tokens"])
         self._forced = len(inputs.answers.answer_begins)
         with without_advice():
-            self._tokenizer = AutoTokenizer.from_pretrained(inputs.original)
+            source = inputs.spec.tokenizer.source
+            self._tokenizer = (
+                load_tokenizer(inputs.original, source)
+                if source == "file"
+                else AutoTokenizer.from_pretrained(inputs.original)
+            )
         model, report = AutoModelForSeq2SeqLM.from_pretrained(
             inputs.original, dtype=torch.float32, output_loading_info=True
         )

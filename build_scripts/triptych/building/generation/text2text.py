@@ -40,9 +40,10 @@ from triptych.repository.config_text import check_config_texts
 from triptych.runtime.engine_ctranslate2 import COMPUTE_TYPES, VOCABULARY_FILE
 from triptych.runtime.generation_messages import TOKENIZER_FILE
 from triptych.runtime.prompts import PIECES_FILE, SPACE
+from triptych.spec.fields import TokenizerSource
 from triptych.spec.generation_fields import Text2TextSpec
 from triptych.spec.model_source import hash_model, locate
-from triptych.spec.model_tokenizer import read_tokenizer
+from triptych.spec.model_tokenizer import write_tokenizers
 from triptych.spec.traffic import TRAFFIC_FILE
 
 SOURCE_FILE = "source.spm"
@@ -372,7 +373,7 @@ def read_text2text(spec: Text2TextSpec, progress: Progress) -> Text2TextInputs:
     check_config_texts(spec.serving.config)
     lines = read_prompt_lines(spec.folder / TRAFFIC_FILE)
     original = locate(spec.model, spec.folder)
-    model, answers = _read_model(original, progress)
+    model, answers = _read_model(original, progress, spec.tokenizer.source)
     progress("source", f"{model.info.architecture}, from {spec.model.source}")
     named = spec.core.model_dump(include=set(GREEDY), exclude_none=True)
     inputs = Text2TextInputs(
@@ -406,14 +407,18 @@ def _other_answers(spec: Text2TextSpec, answers: SearchInfo) -> Iterator[str]:
         )
 
 
-def _read_model(folder: Path, progress: Progress) -> tuple[GenerationModel, SearchInfo]:
+def _read_model(
+    folder: Path, progress: Progress, source: TokenizerSource | None
+) -> tuple[GenerationModel, SearchInfo]:
     sha256 = hash_model(folder)
     inputs = {
         "model": sha256,
+        "tokenizer": source,
         "versions": versions_of("transformers", "tokenizers"),
         "code": code_hash(
             "building/generation/text2text.py",
             "spec/model_source.py",
+            "spec/model_tokenizer.py",
         ),
     }
 
@@ -423,7 +428,7 @@ def _read_model(folder: Path, progress: Progress) -> tuple[GenerationModel, Sear
                 (target / _DECODER).mkdir()
                 write_marian(folder, target, target / _DECODER)
             else:
-                (target / TOKENIZER_FILE).write_text(read_tokenizer(folder), encoding="utf-8")
+                write_tokenizers(folder, target, source)
             info, answers = _read_info(folder, sha256)
         both = {"facts": asdict(info), "answers": asdict(answers)}
         (target / _INFO).write_text(json.dumps(both), encoding="utf-8")

@@ -13,6 +13,7 @@ from typing import Any
 
 from triptych.base.cache import cached_stage, code_hash, sha256_of
 from triptych.base.errors import Progress, UserError
+from triptych.core.export.model_checks import check_unused
 from triptych.serving.generation_environment import environment_python, vllm_packages
 from triptych.spec.fields import ModelSource
 from triptych.spec.model_source import locate
@@ -36,6 +37,7 @@ def load_model(folder: Path) -> Any:
 
     Raises:
         UnknownLayoutError: The layout of the quantized weights is not supported.
+        UserError: The class does not use all weights of the base model.
         OSError, ValueError, RuntimeError, KeyError: transformers does not load the model.
     """
     import torch
@@ -44,8 +46,11 @@ def load_model(folder: Path) -> Any:
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     quantized = getattr(config, "quantization_config", None)
     if not quantized:
-        kind = transformers.AutoModelForCausalLM
-        return kind.from_pretrained(folder, dtype=torch.float32).eval()
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True
+        )
+        check_unused(model, report["unexpected_keys"])
+        return model.eval()
     del config.quantization_config
     weights = dict(dequantize(folder, quantized))
     # AutoModelForCausalLM does not accept a state dict without a folder.
