@@ -304,6 +304,7 @@ def test_a_tokenizer_that_its_class_changes_and_weights_without_a_use_are_refuse
     content = json.loads((folder / "tokenizer.json").read_text())
     content["normalizer"] = {"type": "Lowercase"}
     (folder / "tokenizer.json").write_text(json.dumps(content))
+    rows: tuple[dict[str, Any], ...]
     rows = {"text_input": "A PARCEL"}, {"messages": [{"role": "user", "content": "A PARCEL"}]}
 
     def read(number: int, row: dict[str, Any], **tokenizer: str) -> Any:

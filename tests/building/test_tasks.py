@@ -299,6 +299,8 @@ def test_image_classification(
     images = image_bytes()
     with Client("images", server.grpc_url) as client:
         got = client.classify_images(images, top_k=7)
+        with pytest.raises(InvalidRequestError, match="threshold"):  # the labels exclude each other
+            client.classify_images(images, threshold=0.5)
     want = reference("images")([Image.open(io.BytesIO(data)) for data in images], top_k=7)
     for mine, theirs in zip(got, want, strict=True):
         same_choices(mine, theirs)

@@ -228,14 +228,20 @@ def classify(
 
 
 def classify_images(
-    images: Sequence[bytes], *, top_k: int | None = None, timeout_s: float | None = None
+    images: Sequence[bytes],
+    *,
+    top_k: int | None = None,
+    threshold: float | None = None,
+    timeout_s: float | None = None,
 ) -> TaskCall[list[list[Choice]], list[Choice]]:
     """Choose the best `top_k` labels of each image, encoded as in its file (JPEG, PNG and others).
+
+    Of a multi-label model, the labels with a score above `threshold` are chosen, at most `top_k`.
 
     Returns:
         For each image its labels, best first.
     """
-    return _choices({"image": images}, _given(top_k=top_k), timeout_s)
+    return _choices({"image": images}, _given(top_k=top_k, threshold=threshold), timeout_s)
 
 
 def classify_zero_shot(
