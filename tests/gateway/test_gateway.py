@@ -25,8 +25,9 @@ from otlp_receiver import check_trace, otlp_receiver
 from served_command import endpoints_of, gateway, serving
 from task_models import MODELS
 from triptych.client import Client
-from triptych.gateway.errors import OPENAI
+from triptych.gateway.errors import OPENAI, ApiError
 from triptych.gateway.http import Body, EndpointApp, Operation, Shared
+from triptych.gateway.tei import cut_others
 
 pytestmark = pytest.mark.server
 TEXTS = traffic_texts()[:100]
@@ -201,6 +202,48 @@ def test_tei_endpoints_answer_as_the_grpc_client_does(
     assert (wrong.status_code, wrong.json()["error_type"]) == (422, "Validation")
 
 
+def test_tei_does_what_a_request_asks_or_refuses_it(http: httpx2.Client) -> None:
+    def post(path: str, **body: Any) -> Any:
+        response = http.post(path, json=body)
+        return response.json() if response.status_code == 200 else response.json()["error"]
+
+    text, long = TEXTS[0], "word " * 600
+    of_root: tuple[tuple[str, str, dict[str, Any]], ...] = (
+        ("minilm", "embed", {"inputs": text}),
+        ("minilm", "similarity", {"inputs": {"source_sentence": text, "sentences": TEXTS[1:4]}}),
+        ("topics", "predict", {"inputs": text, "truncate": False}),
+        ("ranks", "rerank", {"query": "refund", "texts": TEXTS[:3], "truncate": False}),
+    )
+    for name, endpoint, body in of_root:
+        assert post(f"/tei/{name}", **body) == post(f"/{endpoint}", **body), name
+    vectors = np.array(post("/embed", inputs=TEXTS[:4]))
+    likes = post("/similarity", inputs={"source_sentence": text, "sentences": TEXTS[1:4]})
+    assert np.abs(np.array(likes) - vectors[1:] @ vectors[0]).max() < 1e-5
+    cases: tuple[tuple[str, dict[str, Any], str], ...] = (
+        ("/embed", {"inputs": [text, long]}, "inputs[1]"),
+        ("/embed", {"inputs": long, "prompt_name": "query"}, "inputs[0]"),
+        ("/predict", {"inputs": [[text], [long]]}, "inputs[1]"),
+        ("/rerank", {"query": "refund", "texts": [text, long]}, "texts[1]"),
+    )
+    for path, body, at in cases:
+        error = post(path, **body, truncate=False)
+        assert error.startswith(f"{at}: "), error
+        assert "leave out `truncate`" in error
+        assert isinstance(post(path, **body, truncate=True), list)
+    assert "`normalize` must be true" in post("/embed", inputs=text, normalize=False)
+    assert "`texts[1]` must not be empty" in post("/rerank", query="a", texts=["b", ""])
+    assert "`query` must not be empty" in post("/rerank", query="", texts=["b"])
+    assert "`query`: Field required" in post("/tei/ranks", inputs=text)
+
+
+def test_an_empty_text_has_the_same_vector_alone_and_in_lists(http: httpx2.Client) -> None:
+    vectors = [http.post("/embed", json={"inputs": given}).json()[-1] for given in ("", ["a", ""])]
+    for given in ("", ["a", ""]):
+        made = http.post("/v1/embeddings", json={"model": "minilm", "input": given}).json()
+        vectors.append(made["data"][-1]["embedding"])
+    assert np.abs(np.array(vectors) - vectors[0]).max() < 1e-6
+
+
 def test_every_pipeline_has_an_endpoint_with_its_own_inputs(http: httpx2.Client) -> None:
     described = http.get("/v1/pipelines/topics").json()
     assert described["inputs"] == ["text"]
@@ -321,6 +364,15 @@ def test_limits_of_the_server_are_errors_of_the_api(toy: Toy, toy_api: str) -> N
             await asyncio.gather(*held, return_exceptions=True)
 
     asyncio.run(send())
+
+
+def test_vectors_without_normalization_are_those_of_a_model_that_does_not_normalize() -> None:
+    vectors = np.array([[3.0, 4.0], [0.0, 2.0]])
+    assert cut_others(vectors, None).tolist() == vectors.tolist()
+    assert cut_others(vectors, 1).tolist() == [[3.0], [0.0]]
+    for given, dimensions in ((vectors, 3), (vectors, 0), (np.array([[0.6, 0.8]]), None)):
+        with pytest.raises(ApiError, match=r"normalize|dimensions"):
+            cut_others(given, dimensions)
 
 
 def test_no_work_begins_for_a_client_that_disconnected_before() -> None:

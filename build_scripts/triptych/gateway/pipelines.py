@@ -20,11 +20,14 @@ from triptych.gateway.errors import ApiError, invalid
 from triptych.gateway.http import Shared
 from triptych.gateway.keys import CALLER
 from triptych.repository.manifest import BuildManifest, find_manifest
+from triptych.runtime.request_errors import RequestError
 from triptych.runtime.row_types import RowInputs, TextRowMaker, find_class
 from triptych.runtime.triton_io import read_settings
 
 _MAX_INLINE_BYTES = 8192
 """Maximum size of texts that are tokenized on the event loop: about a millisecond."""
+_OF_THE_OWNER = "set tokenizer.truncation to truncate in the pipeline"
+"""Remedy of a text that is too long, for the owner of a pipeline that refuses it."""
 _CHECK_S = 1.0
 """Interval of the checks for changed files of the repository, whose disk may be slow."""
 _SAME_PROMPTS = {
@@ -59,9 +62,10 @@ class PreprocessFiles:
 
     def __init__(self, folder: Path) -> None:
         self.settings: Mapping[str, Any] = read_settings(folder)
-        self._has_hooks = (folder / "hooks.py").is_file()
+        self.has_hooks = (folder / "hooks.py").is_file()
         self._folder = folder
         self._maker: TextRowMaker | None = None
+        self._strict: TextRowMaker | None = None
         self._tokenizer: Tokenizer | None = None
         self._lock = threading.Lock()
 
@@ -77,7 +81,7 @@ class PreprocessFiles:
         self, columns: Mapping[str, list[str]], parameters: Mapping[str, Any]
     ) -> list[int] | None:
         """Return the number of tokens of each row; None if it is not known."""
-        if self._has_hooks:
+        if self.has_hooks:
             return None
         rows = len(next(iter(columns.values())))
         most = self.settings["max_core_rows"]
@@ -95,6 +99,23 @@ class PreprocessFiles:
                 return None
             counts += [len(row.ids) for row in each]
         return counts or None
+
+    def find_refused(
+        self, columns: Mapping[str, list[str]], parameters: Mapping[str, Any]
+    ) -> tuple[int, Exception] | None:
+        """Return the first row that would be refused without truncation, and its error."""
+        rows = zip(*columns.values(), strict=True)
+        requests = [
+            RowInputs({name: [text] for name, text in zip(columns, row, strict=True)}, parameters)
+            for row in rows
+        ]
+        settings = {**self.settings, "overflow": "reject"}
+        with self._lock:
+            if self._strict is None:
+                self._strict = find_class(settings["row_maker"])(settings, self._folder)
+            made = self._strict.token_rows(requests)
+        errors = ((row, each) for row, each in enumerate(made) if isinstance(each, Exception))
+        return next(errors, None)
 
     def _whole_tokenizer(self) -> Tokenizer | None:
         """Return the tokenizer without truncation; None if the rows are no texts."""
@@ -293,6 +314,34 @@ class Pipeline:
         caller = CALLER.get()
         if caller is not None and caller.has_token_limit:
             await self.count_tokens(columns, {})
+
+    async def check_lengths(
+        self, columns: Mapping[str, list[str]], prompt: str | None = None, *, field: str = "inputs"
+    ) -> None:
+        """Raise `ApiError` if the pipeline would truncate a row, or if that is not known.
+
+        Args:
+            columns: Texts of each input.
+            prompt: Prompt of the request, which counts.
+            field: Name of the rows in the request.
+        """
+        step = await self.step()
+        if step is None or step.has_hooks:
+            raise invalid(
+                "truncate",
+                "must be true or left out without the tokenizer of the pipeline, and for one with "
+                "hooks",
+                "false",
+                "Leave it out, or start the gateway with the --repository of the server",
+            )
+        given = {**step.settings["parameters"], **({} if prompt is None else {"prompt": prompt})}
+        found = await asyncio.to_thread(step.find_refused, columns, given)
+        if found is not None:
+            row, error = found
+            name = f"{field}[{row}]"
+            text = error.text if isinstance(error, RequestError) else "cannot be tokenized."
+            text = text.replace(_OF_THE_OWNER, "leave out `truncate`")
+            raise ApiError(400, "invalid_value", f"{name}: {text}", param=name)
 
     async def decode(self, rows: Sequence[list[int]], field: str) -> list[str]:
         """Return the text of each row of token ids.

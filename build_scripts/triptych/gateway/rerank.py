@@ -68,15 +68,19 @@ class RerankResponse(BaseModel):
 
 
 async def rank(
-    pipeline: Pipeline, query: str, texts: list[str], prompt: str | None
+    pipeline: Pipeline, query: str, texts: list[str], prompt: str | None, field: str
 ) -> tuple[list[Ranked], int | None]:
     """Return the texts, best first, and their number of tokens, if it is known.
 
     Raises:
-        ApiError: The pipeline has another task.
+        ApiError: The pipeline has another task, or the query or one of the texts, which are the
+            `field` of the request, is empty.
         InferenceError: The pipeline does not answer.
     """
     await pipeline.require(RERANKING)
+    if not (query and all(texts)):
+        empty = f"{field}[{texts.index('')}]" if query else "query"
+        raise invalid(empty, "must not be empty", '""', "Send a text")
     columns = {"text": [query] * len(texts), "text_pair": texts}
     ranked, tokens = await asyncio.gather(
         pipeline.client.rerank(query, texts, prompt=prompt),
@@ -132,7 +136,7 @@ class Rerank(Endpoints):
         texts = [each if isinstance(each, str) else each.text for each in body.documents]
         pipeline = self._pipelines.find(body.model)
         await _check_length(pipeline, body.max_tokens_per_doc)
-        ranked, tokens = await rank(pipeline, body.query, texts, body.prompt)
+        ranked, tokens = await rank(pipeline, body.query, texts, body.prompt, "documents")
         self._items.labels(pipeline.name).inc(len(texts))
         results: list[dict[str, Any]] = [
             {"index": each.index, "relevance_score": each.score} for each in ranked[: body.top_n]

@@ -7,7 +7,9 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, RootModel
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, RootModel, SkipValidation
 
 from triptych.gateway.errors import TEI, ApiError, invalid
 from triptych.gateway.http import Body, No, Operation
@@ -31,12 +33,12 @@ class _TeiBody(Body):
 
 
 class _Inputs(_TeiBody):
-    truncate: bool | None = None
+    truncate: bool | None = None  # False: a text that is too long is an error
     truncation_direction: Literal["right", "Right"] | None = None  # the pipeline's own
 
 
 class EmbedRequest(_Inputs):
-    """Request for embeddings; the pipeline decides whether long texts are truncated."""
+    """Request for embeddings."""
 
     inputs: Texts
     normalize: bool = True
@@ -58,6 +60,32 @@ class TeiRerankRequest(_Inputs):
     texts: Lines
     raw_scores: No = False
     return_text: bool = False
+
+
+class SentencePairs(_TeiBody):
+    """A text, and texts to compare with it."""
+
+    source_sentence: str
+    sentences: Annotated[Lines, Field(min_length=1)]
+
+
+class SimilarityParameters(_Inputs):
+    """Parameters of a request for similarities."""
+
+    prompt_name: str | None = None
+
+
+class SimilarityRequest(_TeiBody):
+    """Request for the cosine similarity of a text to others."""
+
+    inputs: SentencePairs
+    parameters: SimilarityParameters = SimilarityParameters()
+
+
+class RootRequest(RootModel[Any]):
+    """Request for what the pipeline is for, of the type of that endpoint."""
+
+    root: SkipValidation[EmbedRequest | SimilarityRequest | PredictRequest | TeiRerankRequest]
 
 
 class TokenizeRequest(_TeiBody):
@@ -106,9 +134,13 @@ class Info(BaseModel):
 
 
 Vectors = RootModel[list[list[float]]]
+Similarities = RootModel[list[float]]
 Ranks = RootModel[list[Rank]]
 Labels = RootModel[list[Prediction] | list[list[Prediction]]]
 Tokens = RootModel[list[list[Token]]]
+Results = RootModel[
+    list[list[float]] | list[float] | list[Rank] | list[Prediction] | list[list[Prediction]]
+]
 
 
 class Tei(Endpoints):
@@ -118,37 +150,71 @@ class Tei(Endpoints):
         """Return the operations for the table of the application."""
         late = {"inputs": ["my delivery is late"]}
         query = {"query": "where is my parcel?", "texts": ["parcels arrive on Tuesday"]}
-        table: list[tuple[str, str, Any, type[Body] | None, Any, str, dict[str, Any]]] = [
+        pairs = {"inputs": {"source_sentence": "where is it?", "sentences": late["inputs"]}}
+        table: list[tuple[str, str, Any, type[BaseModel] | None, Any, str, dict[str, Any]]] = [
             ("embed", "Return embeddings.", self.embed, EmbedRequest, Vectors, "inputs", late),
             ("predict", "Return labels.", self.predict, PredictRequest, Labels, "inputs", late),
             ("rerank", "Sort texts.", self.rerank, TeiRerankRequest, Ranks, "texts", query),
             ("tokenize", "Return tokens.", self.tokenize, TokenizeRequest, Tokens, "inputs", late),
             ("info", "Describe the pipeline.", self.info, None, Info, "", {}),
+            (
+                *("similarity", "Return cosine similarities.", self.similarity),
+                *(SimilarityRequest, Similarities, "inputs", pairs),
+            ),
+            (
+                *("", "Return embeddings, labels or ranks, by the pipeline.", self.root),
+                *(RootRequest, Results, "inputs", late),
+            ),
         ]
         made = [
             Operation(f"/{name}", summary, "TEI", handler, TEI, body, result, rows, example)
             for name, summary, handler, body, result, rows, example in table
         ]
-        named = [replace(each, path=f"/tei/{{name}}{each.path}") for each in made]
-        # TEI answers requests for embeddings at the root, too, as clients of endpoints send them.
-        return [*made, replace(made[0], path="/"), *named, replace(named[0], path="/tei/{name}")]
+        named = [replace(each, path=f"/tei/{{name}}{each.path}".removesuffix("/")) for each in made]
+        return [*made, *named]
+
+    async def root(self, body: RootRequest, name: str | None = None) -> list[Any]:
+        """Return what the pipeline is for, as clients of endpoints with one model expect."""
+        is_only = name is None and len(self._pipelines.names()) == 1
+        pipeline = await self._find(name, None if is_only else EMBEDDING)
+        outputs = (await pipeline.config()).outputs.keys()
+        if FITS[RERANKING](outputs):
+            return await self.rerank(TeiRerankRequest.model_validate(body.root), pipeline.name)
+        if FITS[CLASSIFICATION](outputs):
+            return await self.predict(PredictRequest.model_validate(body.root), pipeline.name)
+        given: Any = body.root
+        if isinstance(given, dict) and isinstance(given.get("inputs"), dict):
+            return await self.similarity(SimilarityRequest.model_validate(given), pipeline.name)
+        return await self.embed(EmbedRequest.model_validate(given), pipeline.name)
 
     async def embed(self, body: EmbedRequest, name: str | None = None) -> list[list[float]]:
         """Return an embedding of each text."""
         pipeline = await self._find(name, EMBEDDING)
         texts = await self._texts(pipeline, body.inputs, "inputs")
         config = await pipeline.require(EMBEDDING)
+        if body.truncate is False:
+            await pipeline.check_lengths({"text": texts}, body.prompt_name)
         vectors = await pipeline.client.embed(
             texts,
-            dimensions=body.dimensions,
-            normalize_embeddings=True if body.normalize else None,
+            dimensions=body.dimensions if body.normalize else None,
+            normalize_embeddings=body.normalize,
             encoding="float" if "encoding" in config.options else None,
             prompt=body.prompt_name,
         )
+        if not body.normalize:
+            vectors = cut_others(vectors, body.dimensions)
         self._items.labels(pipeline.name).inc(len(texts))
         await pipeline.spend_tokens({"text": texts})
         plain: list[list[float]] = vectors.tolist()
         return plain
+
+    async def similarity(self, body: SimilarityRequest, name: str | None = None) -> list[float]:
+        """Return the cosine similarity of a text to each of the others."""
+        given, parameters = body.inputs, body.parameters.model_dump()
+        texts = [given.source_sentence, *given.sentences]
+        vectors = np.array(await self.embed(EmbedRequest(inputs=texts, **parameters), name))
+        scores: list[float] = (vectors[1:] @ vectors[0]).tolist()
+        return scores
 
     async def predict(self, body: PredictRequest, name: str | None = None) -> list[Any]:
         """Return all labels of each text, best first."""
@@ -166,6 +232,9 @@ class Tei(Endpoints):
             )
         pipeline = await self._find(name, CLASSIFICATION)
         await pipeline.require(CLASSIFICATION)
+        columns = dict(zip(("text", "text_pair"), map(list, zip(*rows, strict=True)), strict=False))
+        if body.truncate is False:
+            await pipeline.check_lengths(columns)
         step = await pipeline.step()
         rule = {} if step is None else step.settings["request_parameters"].get("top_k", {})
         choices = await pipeline.client.classify(
@@ -174,8 +243,7 @@ class Tei(Endpoints):
             top_k=rule.get("max"),
         )
         self._items.labels(pipeline.name).inc(len(rows))
-        columns = zip(("text", "text_pair"), zip(*rows, strict=True), strict=False)
-        await pipeline.spend_tokens({each: list(column) for each, column in columns})
+        await pipeline.spend_tokens(columns)
         labels = [[{"label": c.label, "score": c.score} for c in each] for each in choices]
         return labels if is_batch else labels[0]
 
@@ -183,7 +251,10 @@ class Tei(Endpoints):
         """Return texts, best first."""
         self._limits.check_items("texts", len(body.texts))
         pipeline = await self._find(name, RERANKING)
-        ranked, _ = await rank(pipeline, body.query, body.texts, None)
+        if body.truncate is False:
+            columns = {"text": [body.query] * len(body.texts), "text_pair": body.texts}
+            await pipeline.check_lengths(columns, field="texts")
+        ranked, _ = await rank(pipeline, body.query, body.texts, None, "texts")
         self._items.labels(pipeline.name).inc(len(body.texts))
         results: list[dict[str, Any]] = [
             {"index": each.index, "score": each.score} for each in ranked
@@ -248,3 +319,22 @@ class Tei(Endpoints):
         if name is None and task is not None:
             return await self._pipelines.only(task)
         return self._pipelines.find(name)
+
+
+_MAX_OFF_UNIT = 1e-3
+"""Maximum difference from 1 of the length of a vector that the model has normalized."""
+
+
+def cut_others(vectors: NDArray[Any], dimensions: int | None) -> NDArray[Any]:
+    """Return the leading numbers of vectors [n, size] that the model does not normalize.
+
+    Raises:
+        ApiError: The model normalizes them, or they have fewer numbers.
+    """
+    if abs(np.linalg.norm(vectors, axis=1) - 1).max() < _MAX_OFF_UNIT:
+        rule = "must be true, because the model itself normalizes its vectors"
+        raise invalid("normalize", rule, False, "Leave it out")
+    size = vectors.shape[1]
+    if not 1 <= (size if dimensions is None else dimensions) <= size:
+        raise invalid("dimensions", f"must be from 1 to {size}", dimensions, "Correct it")
+    return vectors[:, :dimensions]
