@@ -401,6 +401,7 @@ def test_a_gateway_for_other_machines_needs_keys() -> None:
         (["--tls-key", "x"], "--tls-key"),
         (["--client-ca", "x"], "--client-ca"),
         (["--alias", "x"], "--alias"),
+        (["--cors", "https://example.com/a"], "--cors"),
         (["--keys", "absent"], "absent"),
     ):
         done = CliRunner().invoke(app, ["gateway", "a", "--port", "0", *words])

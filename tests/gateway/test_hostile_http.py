@@ -5,7 +5,7 @@ import gzip
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +32,9 @@ Address = tuple[str, int]
 
 
 @contextmanager
-def gateway(url: str, *, timeout_s: float = 300.0, body_s: float = 300.0) -> Iterator[Address]:
+def gateway(
+    url: str, *, timeout_s: float = 300.0, body_s: float = 300.0, origins: Sequence[str] = ()
+) -> Iterator[Address]:
     """A gateway in this process in front of a server that does not answer.
 
     A request may wait for the server for `timeout_s`; its body has to arrive within `body_s`.
@@ -45,7 +47,11 @@ def gateway(url: str, *, timeout_s: float = 300.0, body_s: float = 300.0) -> Ite
         served = Pipelines(["minilm"], {"small": "minilm"}, None, options)
         limits = RequestLimits(body_bytes=200_000, body_s=body_s, items=100)
         server = serve.make_server(
-            served, Shared(limits=limits), host="127.0.0.1", port=0, on_ready=ready.append
+            served,
+            Shared(limits=limits, origins=origins),
+            host="127.0.0.1",
+            port=0,
+            on_ready=ready.append,
         )
         thread = threading.Thread(target=server.run)
         thread.start()
@@ -181,7 +187,45 @@ def test_each_api_has_its_own_error_format(client: httpx2.Client) -> None:
         "/v1/embeddings", content=body, headers={**JSON, "content-encoding": "gzip"}
     )
     assert (response.status_code, response.headers["accept-encoding"]) == (415, "identity")
-    assert "`content-encoding` must be identity. Given: b'gzip'." in response.text
+    assert (
+        '`content-encoding` must be identity. Given: "gzip".' in response.json()["error"]["message"]
+    )
+
+
+def test_errors_show_values_as_json(client: httpx2.Client) -> None:
+    bodies: tuple[tuple[str, Any, str], ...] = (
+        ("/v1/embeddings", {"model": "minilm", "input": None}, "null"),
+        ("/v1/embeddings", {"model": "minilm", "input": "a", "user": True}, "true"),
+        ("/v1/embeddings", {"model": 'mini"lm', "input": "a"}, '"mini\\"lm"'),
+        (
+            "/v1/embeddings",
+            {"model": "minilm", "input": "a", "more": {"b": [None]}},
+            '{"b":[null]}',
+        ),
+        ("/tei/minilm/embed", {"inputs": "a", "truncate": "yes"}, '"yes"'),
+    )
+    for path, body, shown in bodies:
+        error = client.post(path, json=body).json()["error"]
+        message = error if isinstance(error, str) else error["message"]
+        assert f" Given: {shown}. " in message, message
+    response = client.post("/embed", content=b"a", headers={"content-type": b"text/\xe9"})
+    assert 'Given: "text/\xe9".' in response.json()["error"]
+
+
+def test_web_pages_of_another_origin_are_answered_if_it_is_named(address: Address) -> None:
+    page = {"origin": "https://example.com"}
+    asks = page | {"access-control-request-method": "POST", "access-control-request-headers": "x-a"}
+    with gateway("127.0.0.1:1", origins=["https://example.com"]) as named:
+        for (host, port), origin in ((address, None), (named, "https://example.com")):
+            with httpx2.Client(base_url=f"http://{host}:{port}", timeout=300) as client:
+                got = client.get("/v1/models", headers=page)
+                asked = client.options("/v1/embeddings", headers=asks)
+                other = client.get("/v1/models", headers={"origin": "https://other.com"})
+            assert got.status_code == 200
+            assert got.headers.get("access-control-allow-origin") == origin
+            assert other.headers.get("access-control-allow-origin") is None
+            assert asked.status_code == (405 if origin is None else 200)
+            assert asked.headers.get("access-control-allow-headers") == (origin and "x-a")
 
 
 def test_a_server_that_does_not_answer_is_a_503_with_a_time_to_retry_or_a_504(

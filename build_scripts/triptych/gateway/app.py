@@ -14,6 +14,8 @@ from pydantic.json_schema import models_json_schema
 from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -99,8 +101,18 @@ def make_app(pipelines: Pipelines, shared: Shared) -> Starlette:
     for each in operations:
         methods.setdefault(each.path, {})[each.method] = EndpointApp(each, shared)
     routes = [Route(path, _Methods(apps), methods=list(apps)) for path, apps in methods.items()]
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=shared.origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["retry-after", "x-request-id"],
+    )
     return Starlette(
-        routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _no_route}
+        routes=routes,
+        middleware=[cors] if shared.origins else None,
+        lifespan=lifespan,
+        exception_handlers={HTTPException: _no_route},
     )
 
 

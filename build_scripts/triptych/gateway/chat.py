@@ -276,7 +276,8 @@ class Generate(Endpoints):
             json_schema=_schema(body.response_format),
         )
         if body.top_logprobs and not body.logprobs:
-            raise invalid("top_logprobs", "needs logprobs", body.top_logprobs, "Set `logprobs`")
+            given = str(body.top_logprobs)
+            raise invalid("top_logprobs", "needs logprobs", given, "Set `logprobs`")
         tools, calls = choose_tools(
             body.tools or [], body.tool_choice, only_first=body.parallel_tool_calls is False
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import to_json
 
 from triptych.client import (
     AccessDeniedError,
@@ -71,13 +72,21 @@ class ApiError(Exception):
         return headers
 
 
-def invalid(field: str, rule: str, given: object, remedy: str, *, status: int = 400) -> ApiError:
+_MAX_SHOWN = 120
+"""Maximum number of characters of a given value in a message."""
+
+
+def as_json(value: object) -> str:
+    """Return the beginning of a value of a request as JSON."""
+    return to_json(value, inf_nan_mode="constants").decode()[:_MAX_SHOWN]
+
+
+def invalid(field: str, rule: str, given: str, remedy: str, *, status: int = 400) -> ApiError:
     """Return the error of a request whose `field` breaks a rule."""
-    message = f"`{field}` {rule}. Given: {given!s:.{_MAX_SHOWN}}. {remedy}."
+    message = f"`{field}` {rule}. Given: {given:.{_MAX_SHOWN}}. {remedy}."
     return ApiError(status, "invalid_value", message, param=field)
 
 
-_MAX_SHOWN = 120
 _STATUSES: dict[type[InferenceError], tuple[int, str]] = {
     InvalidRequestError: (400, "invalid_value"),
     PipelineNotFoundError: (404, "model_not_found"),
@@ -137,12 +146,11 @@ def from_validation(error: ValidationError) -> ApiError:
     path = [part for part in first["loc"] if isinstance(part, int) or _is_field(part)]
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     name = name.removeprefix(".")[:_MAX_SHOWN] or "body"
-    given = f"{first['input']!r:.{_MAX_SHOWN}}" if first["type"] != "missing" else "nothing"
     rule = first["msg"].removeprefix("Value error, ").rstrip(".")
     if first["type"] == "extra_forbidden":
         rule = "is not supported by this endpoint"
-    elif first["type"] == "json_invalid":
-        given = "other bytes"
+    no_value = {"missing": "nothing", "json_invalid": "other bytes"}.get(first["type"])
+    given = as_json(first["input"]) if no_value is None else no_value
     message = f"`{name}`: {rule}. Given: {given}. See /openapi.json for the type of the request."
     status = 400 if first["type"] == "json_invalid" else 422
     return ApiError(status, "invalid_value", message, param=name)

@@ -6,7 +6,7 @@ import asyncio
 import sys
 import time
 import traceback
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Annotated, Any, Literal
@@ -23,6 +23,7 @@ from triptych.gateway.errors import (
     CLIENT_CLOSED,
     ApiError,
     ErrorFormat,
+    as_json,
     from_inference,
     from_validation,
 )
@@ -163,6 +164,7 @@ class Shared:
         keys: Keys of the callers; None if every client is served.
         log: Called with each line of the access log; None for none.
         tracer: Maker of the traces of requests.
+        origins: Origins of web pages that may read responses; ``*`` for all.
     """
 
     limits: RequestLimits = field(default_factory=RequestLimits)
@@ -170,6 +172,7 @@ class Shared:
     keys: Keys | None = None
     log: Callable[[str], None] | None = None
     tracer: RequestTracer = field(default_factory=RequestTracer)
+    origins: Sequence[str] = ()
 
 
 class EndpointApp:
@@ -276,13 +279,13 @@ class EndpointApp:
             (b"content-type", b"application/json"),
             (b"content-encoding", b"identity"),
         ):
-            given = headers.get(header, wanted).partition(b";")[0].strip()
-            if given.lower() != wanted:
+            given = headers.get(header, wanted).partition(b";")[0].strip().lower()
+            if given != wanted:
                 raise ApiError(
                     415,
                     "unsupported_media_type",
-                    f"`{header.decode()}` must be {wanted.decode()}. Given: {given!r:.80}. "
-                    "Send JSON that is not compressed.",
+                    f"`{header.decode()}` must be {wanted.decode()}. Given: "
+                    f"{as_json(given.decode('latin-1'))}. Send JSON that is not compressed.",
                     closes=True,
                 )
         stated = headers.get(b"content-length", b"0")

@@ -16,7 +16,7 @@ from triptych.base.errors import UserError, closest
 from triptych.client import AsyncClient, Client, PipelineConfig
 from triptych.client.flows import CALL_PARAMETERS, PRIORITY
 from triptych.container.manifests import MANIFEST_FILE, check_readable
-from triptych.gateway.errors import ApiError, invalid
+from triptych.gateway.errors import ApiError, as_json, invalid
 from triptych.gateway.http import Shared
 from triptych.gateway.keys import CALLER
 from triptych.repository.manifest import BuildManifest, find_manifest
@@ -386,7 +386,7 @@ class Pipeline:
             if name in prompts:
                 return name
         remedy = f"Choose one of: {', '.join(prompts)}"
-        raise invalid("input_type", "is no prompt of the pipeline", repr(input_type), remedy)
+        raise invalid("input_type", "is no prompt of the pipeline", as_json(input_type), remedy)
 
 
 class Pipelines:
@@ -453,7 +453,7 @@ class Pipelines:
         if name is None:
             names = self.names()
             if len(names) != 1:
-                raise not_found("nothing", names)
+                raise not_found(None, names)
             name = names[0]
         name = self.aliases.get(name, name)
         found = self._opened.get(name)
@@ -461,7 +461,7 @@ class Pipelines:
             raise ApiError(
                 403,
                 "permission_denied",
-                f"The key may not use pipeline {name[:80]!r}. Choose one of: "
+                f"The key may not use pipeline {as_json(name)}. Choose one of: "
                 f"{', '.join(self.names_and_aliases()) or 'none'}.",
                 param="model",
             )
@@ -541,14 +541,14 @@ def _may_use(name: str) -> bool:
     return caller is None or caller.may_use(name)
 
 
-def not_found(name: str, known: Sequence[str]) -> ApiError:
+def not_found(name: str | None, known: Sequence[str]) -> ApiError:
     """Return the error for a name that is no pipeline of the gateway."""
-    shown = f"{name[:80]!r}"
+    given = "nothing" if name is None else as_json(name)
     names = f"Choose one of: {', '.join(known)}." if known else "See /v1/models."
     return ApiError(
         404,
         "model_not_found",
-        f"`model` must name a pipeline of this gateway. Given: {shown}. "
-        f"{closest(name, known)}{names}",
+        f"`model` must name a pipeline of this gateway. Given: {given}. "
+        f"{closest(name or '', known)}{names}",
         param="model",
     )

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, RootModel, SkipValidation
 
-from triptych.gateway.errors import TEI, ApiError, invalid
+from triptych.gateway.errors import TEI, ApiError, as_json, invalid
 from triptych.gateway.http import Body, No, Operation
 from triptych.gateway.pipelines import (
     CLASSIFICATION,
@@ -283,7 +283,7 @@ class Tei(Endpoints):
                 raise invalid(
                     "prompt_name",
                     "must name a prompt of the pipeline",
-                    repr(body.prompt_name),
+                    as_json(body.prompt_name),
                     f"Choose one of: {', '.join(prompts) or 'none'}",
                 )
             texts = [prompts[body.prompt_name] + text for text in texts]
@@ -333,8 +333,8 @@ def cut_others(vectors: NDArray[Any], dimensions: int | None) -> NDArray[Any]:
     """
     if abs(np.linalg.norm(vectors, axis=1) - 1).max() < _MAX_OFF_UNIT:
         rule = "must be true, because the model itself normalizes its vectors"
-        raise invalid("normalize", rule, False, "Leave it out")
+        raise invalid("normalize", rule, "false", "Leave it out")
     size = vectors.shape[1]
     if not 1 <= (size if dimensions is None else dimensions) <= size:
-        raise invalid("dimensions", f"must be from 1 to {size}", dimensions, "Correct it")
+        raise invalid("dimensions", f"must be from 1 to {size}", str(dimensions), "Correct it")
     return vectors[:, :dimensions]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -47,6 +48,14 @@ class GatewayOptions:
             "--alias",
             metavar="ALIAS=NAME",
             help="Another name of a pipeline in the HTTP APIs; may be repeated. Default: none.",
+        ),
+    ] = None
+    cors: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help="Origin of web pages that may call the HTTP APIs, such as https://example.com, or "
+            "* for all; may be repeated. Default: none.",
         ),
     ] = None
     keys: Annotated[
@@ -105,6 +114,14 @@ class GatewayOptions:
         from triptych.serving.ports import is_loopback
 
         parse_aliases(self.aliases or ())
+        for origin in self.cors or ():
+            if not re.fullmatch(r"\*|https?://[^/\s]+", origin):
+                raise UserError(
+                    "--cors",
+                    "must be * or an origin: http or https, host and port",
+                    given=origin,
+                    remedy="Write for example --cors https://example.com",
+                )
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise UserError(
                 "--tls-certificate, --tls-key",
@@ -135,6 +152,7 @@ class GatewayOptions:
     def words(self) -> list[str]:
         """Return the options as words of a command line."""
         words = [word for pair in self.aliases or () for word in ("--alias", pair)]
+        words += [word for origin in self.cors or () for word in ("--cors", origin)]
         for name in ("keys", "tls_certificate", "tls_key", "client_ca"):
             path = getattr(self, name)
             words += [] if path is None else [f"--{name.replace('_', '-')}", str(path)]
@@ -224,6 +242,7 @@ def gateway(
         limits=RequestLimits(body_bytes=max_body_mib * _MIB, items=max_items),
         keys=None if options.keys is None else Keys(options.keys),
         log=_log_line if options.access_log else None,
+        origins=options.cors or (),
         tracer=RequestTracer()
         if trace is None or trace.collector is None
         else export_to(trace.collector, trace.rate),
