@@ -161,6 +161,9 @@ def test_rerank_apis_sort_as_the_grpc_client_does(
         assert [each["index"] for each in made["results"]] == [each.index for each in wanted[:7]]
         assert made["results"][0]["relevance_score"] == pytest.approx(wanted[0].score, abs=1e-5)
         assert made["usage"]["total_tokens"] > 50 * 4
+    of_root = http.post("/rerank", json={**body, "top_n": 7}).json()
+    assert of_root["results"] == made["results"]
+    assert set(of_root) == set(made)
     objects = [{"text": text} for text in documents]
     made = http.post("/v1/rerank", json={**body, "documents": objects, "return_documents": True})
     best = made.json()["results"][0]

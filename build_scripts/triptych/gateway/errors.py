@@ -146,7 +146,7 @@ def from_validation(error: ValidationError) -> ApiError:
     path = [part for part in first["loc"] if isinstance(part, int) or _is_field(part)]
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     name = name.removeprefix(".")[:_MAX_SHOWN] or "body"
-    rule = first["msg"].removeprefix("Value error, ").rstrip(".")
+    rule = first["msg"].removeprefix("Value error, ").partition(" or instance of")[0].rstrip(".")
     if first["type"] == "extra_forbidden":
         rule = "is not supported by this endpoint"
     no_value = {"missing": "nothing", "json_invalid": "other bytes"}.get(first["type"])

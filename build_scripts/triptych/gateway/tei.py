@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, RootModel, SkipValidation
 
 from triptych.gateway.errors import TEI, ApiError, as_json, invalid
-from triptych.gateway.http import Body, No, Operation
+from triptych.gateway.http import Body, No, Operation, Shared
 from triptych.gateway.pipelines import (
     CLASSIFICATION,
     EMBEDDING,
@@ -21,9 +21,10 @@ from triptych.gateway.pipelines import (
     Endpoints,
     Lines,
     Pipeline,
+    Pipelines,
     Texts,
 )
-from triptych.gateway.rerank import rank
+from triptych.gateway.rerank import Rerank, RerankRequest, RerankResponse, rank
 
 
 class _TeiBody(Body):
@@ -88,6 +89,12 @@ class RootRequest(RootModel[Any]):
     root: SkipValidation[EmbedRequest | SimilarityRequest | PredictRequest | TeiRerankRequest]
 
 
+class AnyRerankRequest(RootModel[Any]):
+    """Request of TEI, or with `documents` in place of `texts`, as for /v1/rerank."""
+
+    root: SkipValidation[TeiRerankRequest | RerankRequest]
+
+
 class TokenizeRequest(_TeiBody):
     """Request for the tokens of texts."""
 
@@ -136,6 +143,7 @@ class Info(BaseModel):
 Vectors = RootModel[list[list[float]]]
 Similarities = RootModel[list[float]]
 Ranks = RootModel[list[Rank]]
+AnyRanks = RootModel[list[Rank] | RerankResponse]
 Labels = RootModel[list[Prediction] | list[list[Prediction]]]
 Tokens = RootModel[list[list[Token]]]
 Results = RootModel[
@@ -145,6 +153,10 @@ Results = RootModel[
 
 class Tei(Endpoints):
     """Endpoints of TEI: for the only pipeline of a task, or for that in the path."""
+
+    def __init__(self, pipelines: Pipelines, shared: Shared) -> None:
+        super().__init__(pipelines, shared)
+        self._documents = Rerank(pipelines, shared)
 
     def operations(self) -> list[Operation]:
         """Return the operations for the table of the application."""
@@ -171,6 +183,13 @@ class Tei(Endpoints):
             for name, summary, handler, body, result, rows, example in table
         ]
         named = [replace(each, path=f"/tei/{{name}}{each.path}".removesuffix("/")) for each in made]
+        # Infinity and vLLM have the API of Jina at TEI's path, where LiteLLM expects it.
+        of_both: dict[str, Any] = {
+            "handler": self.rerank_any,
+            "body": AnyRerankRequest,
+            "result": AnyRanks,
+        }
+        made = [replace(each, **of_both) if each.path == "/rerank" else each for each in made]
         return [*made, *named]
 
     async def root(self, body: RootRequest, name: str | None = None) -> list[Any]:
@@ -246,6 +265,13 @@ class Tei(Endpoints):
         await pipeline.spend_tokens(columns)
         labels = [[{"label": c.label, "score": c.score} for c in each] for each in choices]
         return labels if is_batch else labels[0]
+
+    async def rerank_any(self, body: AnyRerankRequest) -> Any:
+        """Return texts as TEI does, or documents as /v1/rerank does."""
+        given: Any = body.root
+        if isinstance(given, dict) and "documents" in given and "texts" not in given:
+            return await self._documents.rerank(RerankRequest.model_validate(given))
+        return await self.rerank(TeiRerankRequest.model_validate(given))
 
     async def rerank(self, body: TeiRerankRequest, name: str | None = None) -> list[dict[str, Any]]:
         """Return texts, best first."""
