@@ -39,15 +39,23 @@ def test_sampling_parameters_are_checked_by_name_type_and_range() -> None:
     beside = '{"max_tokens": 3, "top_k": 4, "triton_enable_empty_final_response": true, "x-a": ""}'
     given = check_sampling('{"top_k": 5}', DEFAULTS, room=10, parameters=beside)
     assert (given["max_tokens"], given["top_k"]) == (3, 5)
+    # As its backend takes them from genai-perf: numbers and flags as texts.
+    texts = '{"max_tokens": "7", "temperature": "0.5", "ignore_eos": "True", "seed": "1e999"}'
+    with pytest.raises(RequestError, match="seed` must be an integer"):
+        check_sampling(texts, DEFAULTS, room=10)
+    given = check_sampling(texts.replace("1e999", "3"), DEFAULTS, room=10)
+    read = [given[name] for name in ("max_tokens", "temperature", "ignore_eos", "seed")]
+    assert read == [7, 0.5, True, 3]
+    assert list(map(type, read)) == [int, float, bool, int]
     with pytest.raises(RequestError, match="best_of` is not known"):
         check_sampling("", DEFAULTS, room=10, parameters='{"best_of": 3}')
-    with pytest.raises(RequestError, match=r"must be one of the pipeline's: a, b\. Given: 'c'"):
+    with pytest.raises(RequestError, match=r"one of the pipeline's: a, b\. Given: .c"):
         check_sampling('{"adapter": "c"}', DEFAULTS, room=10, adapters=["a", "b"])
     for text, said in (
         ("[1]", "must be a JSON object"),
         ("{", "must be JSON"),
         ('{"max_tokens": 0}', "must be an integer from 1 to 1000000. Given: 0"),
-        ('{"max_tokens": true}', "Given: True"),
+        ('{"max_tokens": true}', "Given: true"),
         ('{"max_tokens": 11}', "must be at most 10, the number of tokens that fit"),
         ('{"top_p": 0}', "must be a number above 0 to 1"),
         ('{"temperature": "hot"}', "must be a number from 0 to 2"),
@@ -58,7 +66,7 @@ def test_sampling_parameters_are_checked_by_name_type_and_range() -> None:
         (json.dumps({"json_schema": {"const": "a" * 40_000}}), "must be a JSON schema"),
         (
             '{"json_schema": ' + '{"items":' * 200 + "{}" + "}" * 201,
-            "and 200 levels. Given: {'items'",
+            'and 200 levels. Given: {"items"',
         ),
         ('{"adapter": 1}', "must be a name of at most 64 characters"),
         ('{"adapter": "a"}', "must be left out, because the pipeline has no adapters"),

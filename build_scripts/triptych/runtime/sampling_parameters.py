@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from .request_errors import RequestError
@@ -108,12 +109,16 @@ def check_sampling(
     Raises:
         RequestError: The text is not a JSON object, a name is unknown, or a value is invalid.
     """
-    given = {**own_parameters(parameters), **_read(text)}
+    sent = {**own_parameters(parameters), **_read(text)}
+    given = {name: _plain(name, value) for name, value in sent.items()}
     for name, value in given.items():
         fault = find_fault(name, value)
         if fault:
             raise RequestError(
-                f"{FIELD}: {name}", fault, repr(value)[:80], "Correct or leave out the parameter"
+                f"{FIELD}: {name}",
+                fault,
+                json.dumps(value)[:80],
+                "Correct or leave out the parameter",
             )
     if given.get("max_tokens", 0) > room:
         raise RequestError(
@@ -132,7 +137,7 @@ def check_sampling(
         raise RequestError(
             f"{FIELD}: {ADAPTER}",
             f"must be {known}",
-            repr(sampling[ADAPTER]),
+            json.dumps(sampling[ADAPTER]),
             "Correct the name, or leave it out to use the model itself",
         )
     if PRIORITY in given and given[PRIORITY] > levels:
@@ -184,6 +189,14 @@ def find_fault(name: str, value: object) -> str:
     if rule is None:
         return f"is not known; known parameters: {', '.join(sorted(DEFAULTS))}"
     return "" if rule.accepts(value) else f"must be {rule.words}"
+
+
+def _plain(name: str, value: Any) -> Any:
+    """Return a number or flag that is sent as text, as Triton's vLLM backend takes it."""
+    if isinstance(value, str) and (name in NUMBERS or name in FLAGS):
+        with suppress(ValueError, RecursionError):
+            return json.loads(value.lower())
+    return value
 
 
 def _is_deeper(value: object, levels: int) -> bool:
