@@ -25,14 +25,12 @@ import pytest
 from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 from typer.testing import CliRunner
 
-from certificates import jwks_server, sign_token, under_load, write_certificate, wrong_tokens
+from certificates import under_load, write_certificate
 from client_toy import wait_until
 from deploy_cases import write_built
 from otlp_receiver import check_trace, otlp_receiver
 from served_command import endpoints_of, serving
-from triptych.base import jwks
-from triptych.base.api_keys import IssuerEntry, KeyEntry, KeyFile, print_keys
-from triptych.base.errors import UserError
+from triptych.base.api_keys import KeyEntry
 from triptych.base.files import write_files
 from triptych.base.server_tls import ServerTls
 from triptych.deploy.http_api import health_script
@@ -298,51 +296,6 @@ def test_a_client_needs_a_certificate_of_the_authority(tmp_path: Path) -> None:
             except httpx2.TransportError:
                 found = 0
             assert found == status, folder
-
-
-def test_a_token_of_an_issuer_is_a_key(
-    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    claims = {"iss": "https://login.example", "aud": "triptych", "sub": "ann"}
-    names = ("ann", "bob", "carl")
-    tokens = {name: sign_token(running.folder, **{**claims, "sub": name}) for name in names}
-    entry = IssuerEntry(
-        issuer=str(claims["iss"]),
-        audiences=["triptych"],
-        jwks=json.loads((running.folder / "jwks.json").read_text()),
-        pipelines=["a"],
-        requests_per_s=0.01,
-    )
-    running.write_keys(print_keys(KeyFile(issuers={"company": entry})))
-    with running.client(tokens["ann"]) as ann:
-        wait_until(lambda: embeds(ann) == "", "the issuer is known")
-        assert embeds(ann) == "rate_limit_exceeded"
-    with running.client(tokens["bob"]) as bob:
-        assert embeds(bob) == ""  # has a rate of his own
-    with running.client(tokens["carl"]) as carl, pytest.raises(openai.PermissionDeniedError):
-        carl.embeddings.create(model="b", input="a")
-    for case, wrong in wrong_tokens(running.folder, tmp_path, claims).items():
-        with running.client(wrong) as client:
-            assert embeds(client) == "invalid_api_key", case
-    running.write_keys("keys: {}\n")
-    with running.client(tokens["ann"]) as ann:
-        wait_until(lambda: embeds(ann) == "invalid_api_key", "the issuer is revoked")
-    with jwks_server(running.folder) as (url, asked), running.client(tokens["ann"]) as ann:
-        remote = entry.model_copy(update={"jwks": url, "requests_per_s": None})
-        running.write_keys(print_keys(KeyFile(issuers={"company": remote})))
-        wait_until(lambda: embeds(ann) == "", "the issuer is known again")
-        assert embeds(ann) == ""
-        assert len(asked) == 1
-        monkeypatch.setattr(jwks, "REFRESH_S", 0)
-        assert embeds(ann) == ""
-        wait_until(lambda: len(asked) > 1, "the keys are fetched again")
-    with running.client(tokens["ann"]) as ann:
-        assert embeds(ann) == ""  # with the last keys
-    for place, said in ((url + "?", "refused"), ("http://login.example/keys", "neither https")):
-        wrong_entry = entry.model_copy(update={"jwks": place})
-        (tmp_path / "keys.yaml").write_text(print_keys(KeyFile(issuers={"a": wrong_entry})))
-        with pytest.raises(UserError, match=f"`jwks` must be public keys.*{said}"):
-            Keys(tmp_path / "keys.yaml")
 
 
 def test_requests_have_the_priority_of_their_key(running: Running, tmp_path: Path) -> None:

@@ -19,11 +19,11 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 from typer.testing import CliRunner
 
-from certificates import jwks_server, sign_token, under_load, write_certificate, wrong_tokens
+from certificates import under_load, write_certificate
 from envoy_front import NAME, OTHER, SERVICE, STEP, envoy, infer_request, send_http
 from http_pages import page
 from processes import eventually
-from triptych.base.api_keys import IssuerEntry, KeyEntry, KeyFile, make_key, print_keys
+from triptych.base.api_keys import KeyEntry, KeyFile, make_key, print_keys
 from triptych.base.errors import UserError
 from triptych.base.server_tls import ServerTls
 from triptych.client import AccessDeniedError, Client, OverloadedError, Tls
@@ -270,49 +270,7 @@ def test_a_key_is_revoked_without_a_restart_and_a_mistake_changes_nothing(
     assert guarded.proxy.pid == pid
 
 
-def test_a_token_of_an_issuer_is_a_key(
-    guarded: Guarded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    claims = {"iss": "https://login.example", "aud": "triptych", "sub": "ann"}
-    token = sign_token(guarded.folder, **claims)
-    guarded.entries.issuers["company"] = IssuerEntry(
-        issuer=str(claims["iss"]),
-        audiences=["triptych"],
-        jwks="jwks.json",
-        pipelines=[NAME],
-        requests_per_s=0.001,
-        items_per_s=8,
-    )
-    guarded.write_keys()
-    assert eventually(lambda: guarded.knows(token))
-    bob = sign_token(guarded.folder, **{**claims, "sub": "bob"})
-    assert guarded.code(bob, infer_request(), "ModelInfer") == "OK"  # has a rate of his own
-    assert guarded.post(f"/v2/models/{NAME}/infer", bob, infer_body())[0] == 200
-    assert eventually(lambda: guarded.code(bob) == "RESOURCE_EXHAUSTED")
-    eve = sign_token(guarded.folder, **{**claims, "sub": "eve"})
-    assert guarded.code(eve, infer_request(OTHER), "ModelInfer") == "PERMISSION_DENIED"
-    assert guarded.post(f"/v2/models/{OTHER}/infer", eve, infer_body())[0] == 403
-    wrong = wrong_tokens(guarded.folder, tmp_path, claims)
-    for case, other in wrong.items():
-        assert guarded.code(other) == "UNAUTHENTICATED", case
-        assert guarded.post("/v2", other)[0] == 401, case
-    company = guarded.entries.issuers.pop("company")
-    guarded.write_keys()
-    assert eventually(lambda: guarded.code(token) == "UNAUTHENTICATED")
-    monkeypatch.setenv("SSL_CERT_FILE", str(guarded.folder / "ca.pem"))
-    with jwks_server(guarded.folder, has_tls=True) as (url, asked):
-        update = {"jwks": url, "requests_per_s": None}
-        guarded.entries.issuers["cloud"] = company.model_copy(update=update)
-        guarded.write_keys()
-        # Each filter and thread of Envoy fetches the keys, and keeps them.
-        assert eventually(lambda: {guarded.code(token) for _ in range(20)} == {"OK"})
-        before = len(asked)
-        assert {guarded.code(token) for _ in range(20)} == {"OK"}
-        assert eventually(lambda: guarded.post("/v2", token, b"")[0] == 200)
-        assert len(asked) - before < 10
-        assert guarded.code(wrong["another key"]) == "UNAUTHENTICATED"
-    del guarded.entries.issuers["cloud"]
-    guarded.write_keys()
+def test_envoy_refuses_a_key_with_a_limit_of_tokens(guarded: Guarded, tmp_path: Path) -> None:
     counted = guarded.new_key("tokens", tokens_per_s=5)
     assert guarded.code(counted, infer_request(), "ModelInfer") == "PERMISSION_DENIED"
     assert "only the HTTP gateway counts" in guarded.call(counted)[1]

@@ -9,33 +9,20 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from triptych.base.api_keys import (
-    CLOCK_SKEW_S,
-    MAX_SUBJECTS,
-    KeyEntry,
-    KeyFile,
-    Permissions,
-    file_stamps,
-    files_of,
-    read_keys,
-)
+from triptych.base.api_keys import KeyEntry, KeyFile, file_stamps, read_keys
 from triptych.base.files import write_files
-from triptych.base.jwks import REFRESH_S, TIMEOUT_S, read_jwks, remote_url
 from triptych.base.server_tls import ServerTls
-from triptych.serving.fleet.clusters import service_at
 
 _SCRIPT = Path(__file__).with_name("templates") / "keys.lua"
 _EXTENSIONS = "type.googleapis.com/envoy.extensions"
 _LUA = f"{_EXTENSIONS}.filters.http.lua.v3.Lua"
 _LIMIT = f"{_EXTENSIONS}.filters.http.local_ratelimit.v3.LocalRateLimit"
-_JWT = f"{_EXTENSIONS}.filters.http.jwt_authn.v3.JwtAuthentication"
-_KINDS = {"tokens": _JWT, "keys": _LUA, "requests": _LIMIT, "items": _LIMIT}
-_CLUSTERS, _ISSUER = "clusters", "issuer-"
+_KINDS = {"keys": _LUA, "requests": _LIMIT, "items": _LIMIT}
 _TLS = f"{_EXTENSIONS}.transport_sockets.tls.v3"
 _RATE_S = 1000
 """Time in seconds by which a rate is written as a whole number."""
@@ -61,7 +48,7 @@ class AccessFiles:
     has_keys: bool = False
 
     def filters(self, *names: str) -> list[dict[str, Any]]:
-        """Return filters whose settings are files: ``tokens``, ``keys`` and others."""
+        """Return filters whose settings are files: ``keys``, ``requests`` or ``items``."""
         return [
             {
                 "name": name,
@@ -73,10 +60,6 @@ class AccessFiles:
             for name in names
             if self.has_keys
         ]
-
-    def clusters(self) -> dict[str, Any] | None:
-        """Return the file of the clusters that keys need; None without keys."""
-        return self._source(_CLUSTERS, self.keys_folder or self.folder) if self.has_keys else None
 
     def transport_socket(self, *, is_grpc: bool) -> dict[str, Any] | None:
         """Return the settings of encryption of a listener; None for plain text."""
@@ -160,23 +143,17 @@ class Access:
 
     def _read(self) -> dict[str, str]:
         found: dict[str, Any] = {}
-        issuers: list[Any] = []
         paths = [] if self._tls is None else self._tls.paths
         if self._tls is not None:
             self._tls.context()
             found |= _secrets(self._tls)
         if self._keys is not None:
             file = read_keys(self._keys)
-            paths += files_of(self._keys, file)
-            sets = {name: read_jwks(self._keys, entry.jwks) for name, entry in file.issuers.items()}
-            found |= key_filters(file, sets)
-            every = {**file.keys, **file.issuers}
-            self.refused = [name for name, entry in every.items() if entry.tokens_per_s]
-            issuers = list(_issuer_clusters(file))
+            paths = [*paths, self._keys]
+            found |= key_filters(file)
+            self.refused = [name for name, entry in file.keys.items() if entry.tokens_per_s]
         self._paths = paths
         lists = {name: [data] for name, data in found.items()}
-        if self._keys is not None:
-            lists[_CLUSTERS] = issuers
         return {f"{name}.yaml": json.dumps({"resources": data}) for name, data in lists.items()}
 
 
@@ -221,17 +198,14 @@ def _named_secrets(certificate: Any, clients: Any) -> dict[str, Any]:
     }
 
 
-def key_filters(file: KeyFile, jwks: Mapping[str, str]) -> dict[str, Any]:
-    """Return the filters of tokens, keys and limits by name; `jwks` is that of each issuer."""
+def key_filters(file: KeyFile) -> dict[str, Any]:
+    """Return the filters of keys and limits by name."""
     keys = [_permissions(*each) for each in file.keys.items()]
-    issuers = {entry.issuer: _permissions(name, entry) for name, entry in file.issuers.items()}
     filters = {
-        "tokens": _token_filter(file, jwks),
         "keys": {
             "@type": _LUA,
             "default_source_code": {
-                "inline_string": f"local KEYS = {_lua(keys)}\n"
-                f"local TOKENS = {_lua(issuers)}\n{_SCRIPT.read_text(encoding='utf-8')}"
+                "inline_string": f"local KEYS = {_lua(keys)}\n{_SCRIPT.read_text(encoding='utf-8')}"
             },
         },
         "requests": _limit("requests", file, lambda entry: entry.requests_per_s),
@@ -244,49 +218,7 @@ def key_filters(file: KeyFile, jwks: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _token_filter(file: KeyFile, jwks: Mapping[str, str]) -> dict[str, Any]:
-    """Return the filter that verifies tokens of the issuers, and passes all other requests on."""
-    providers = {
-        name: {
-            "issuer": entry.issuer,
-            "audiences": entry.audiences,
-            **_jwks(name, entry.jwks, jwks[name]),
-            "from_headers": [{"name": "authorization", "value_prefix": "Bearer "}],
-            "payload_in_metadata": "token",
-            "require_expiration": True,
-            "clock_skew_seconds": CLOCK_SKEW_S,
-        }
-        for name, entry in file.issuers.items()
-    }
-    passes: list[dict[str, Any]] = [{"provider_name": name} for name in providers]
-    anyone = {"requires_any": {"requirements": [*passes, {"allow_missing_or_failed": {}}]}}
-    rules = {"rules": [{"match": {"prefix": "/"}, "requires": anyone}]} if providers else {}
-    return {"@type": _JWT, "providers": providers, **rules}
-
-
-def _jwks(name: str, given: str | dict[str, Any], found: str) -> dict[str, Any]:
-    """Return the public keys of an issuer in the filter of tokens; Envoy fetches those at a URL."""
-    url = remote_url(given)
-    if url is None:
-        return {"local_jwks": {"inline_string": found}}
-    return {
-        "remote_jwks": {
-            "http_uri": {"uri": url, "cluster": _ISSUER + name, "timeout": f"{TIMEOUT_S}s"},
-            "cache_duration": f"{REFRESH_S}s",
-            "async_fetch": {"fast_listener": True},
-        }
-    }
-
-
-def _issuer_clusters(file: KeyFile) -> Iterator[dict[str, Any]]:
-    """Yield the cluster of each issuer whose public keys are at a URL."""
-    kind = "type.googleapis.com/envoy.config.cluster.v3.Cluster"
-    for name, entry in file.issuers.items():
-        if url := remote_url(entry.jwks):
-            yield {"@type": kind, **service_at(_ISSUER + name, url)}
-
-
-def _permissions(name: str, entry: Permissions) -> dict[str, Any]:
+def _permissions(name: str, entry: KeyEntry) -> dict[str, Any]:
     found: dict[str, Any] = {
         "name": name,
         "pipelines": entry.pipelines and f"|{'|'.join(entry.pipelines)}|",
@@ -295,24 +227,15 @@ def _permissions(name: str, entry: Permissions) -> dict[str, Any]:
     }
     if entry.tokens_per_s is not None:
         found["gateway_only"] = "tokens"
-    if isinstance(entry, KeyEntry):
-        found["words"] = struct.unpack(">8i", bytes.fromhex(entry.sha256))
+    found["words"] = struct.unpack(">8i", bytes.fromhex(entry.sha256))
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _limit(
-    unit: str, file: KeyFile, rate_of: Callable[[Permissions], float | None]
-) -> dict[str, Any]:
+def _limit(unit: str, file: KeyFile, rate_of: Callable[[KeyEntry], float | None]) -> dict[str, Any]:
     """Return a filter that limits the requests, or the items, of each caller in a second."""
     # Set by the scripts; a request without it, such as one without items, has no limit.
     name = _metadata(unit, {"requests": "name", "items": "counted"}[unit])
-    subject = _metadata("subject", "subject")
     hits = {"hits_addend": {"format": "%DYNAMIC_METADATA(triptych:count)%"}}
-    callers: list[tuple[str, Permissions, list[dict[str, str]]]] = [
-        (key, entry, []) for key, entry in file.keys.items()
-    ]
-    # Without a value, each subject has a bucket of its own.
-    callers += [(key, entry, [{"key": "subject"}]) for key, entry in file.issuers.items()]
     return {
         "@type": _LIMIT,
         "stat_prefix": unit,
@@ -323,14 +246,10 @@ def _limit(
         # Marks the response for the script, which removes it.
         "response_headers_to_add": [{"header": {"key": "x-key-limited", "value": unit}}],
         "always_consume_default_token_bucket": False,
-        "max_dynamic_descriptors": MAX_SUBJECTS,
-        "rate_limits": [
-            {"actions": actions, **(hits if unit == "items" else {})}
-            for actions in ([name], [name, subject])
-        ],
+        "rate_limits": [{"actions": [name], **(hits if unit == "items" else {})}],
         "descriptors": [
-            {"entries": [{"key": unit, "value": key}, *more], "token_bucket": _bucket(rate)}
-            for key, entry, more in callers
+            {"entries": [{"key": unit, "value": key}], "token_bucket": _bucket(rate)}
+            for key, entry in file.keys.items()
             if (rate := rate_of(entry)) is not None
         ],
     }

@@ -1,4 +1,4 @@
-"""Clusters of Envoy: replicas, and services elsewhere such as issuers of tokens."""
+"""Clusters of Envoy: replicas, and services elsewhere such as a collector of traces."""
 
 from __future__ import annotations
 

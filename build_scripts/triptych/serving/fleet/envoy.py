@@ -356,7 +356,7 @@ def bootstrap(
             if isinstance(endpoints, EndpointFiles)
             else None,
             "transport_socket": files and files.transport_socket(is_grpc=service.is_grpc),
-            "access_filters": files.filters("tokens", "keys", "requests") if files else [],
+            "access_filters": files.filters("keys", "requests") if files else [],
             "count_filters": files.filters("items") if files else [],
         }
         for name, service, address, files in _addresses(listen, access, gateway)
@@ -384,7 +384,6 @@ def bootstrap(
         admin_socket=admin_socket,
         collector=collector,
         services=[] if collector is None else [service_at(_COLLECTOR, collector)],
-        dynamic_clusters=access and access.clusters(),
     )
 
 

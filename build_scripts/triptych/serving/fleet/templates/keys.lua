@@ -1,7 +1,7 @@
 -- Rejects requests without a key of `KEYS`, which is set above: a list with `name`, `words` (SHA-256 as
 -- eight signed numbers), and the optional `pipelines` (names between bars), `requests` and `items`
--- per second. A token that Envoy has verified is a key, too: its entry is in `TOKENS`, by issuer. What
--- the key may do is written into the metadata `triptych`. The key itself is not forwarded.
+-- per second. What the key may do is written into the metadata `triptych`. The key itself is not
+-- forwarded.
 
 local band, bnot, bor, bxor = bit.band, bit.bnot, bit.bor, bit.bxor
 local lshift, ror, rshift, tobit = bit.lshift, bit.ror, bit.rshift, bit.tobit
@@ -94,15 +94,8 @@ function envoy_on_request(handle)
     return
   end
   local metadata = handle:streamInfo():dynamicMetadata()
-  local verified = metadata:get("envoy.filters.http.jwt_authn")
   local key = match(headers:get("authorization") or "", "^[Bb][Ee][Aa][Rr][Ee][Rr] +(%S+)%s*$")
-  local entry
-  verified = verified and verified.token and verified
-  if verified then
-    entry = TOKENS[verified.token.iss]
-  elseif key and #key <= MAX_KEY_BYTES then
-    entry = find_key(key)
-  end
+  local entry = key and #key <= MAX_KEY_BYTES and find_key(key)
   if not entry then
     local given = key and "another key" or "no key"
     return reject(handle, "401", "authorization must be Bearer and a key of this server. Given: "
@@ -113,9 +106,6 @@ function envoy_on_request(handle)
       .. ", which only the HTTP gateway counts: use its address.")
   end
   headers:remove("authorization")
-  if verified then
-    metadata:set("triptych", "subject", tostring(verified.token.sub))
-  end
   local pipeline = match(path, "^/v2/models/([%w_.-]*)")
   if entry.pipelines and pipeline and not find(entry.pipelines, "|" .. pipeline .. "|", 1, true) then
     return reject(handle, "403", "The key may not use pipeline " .. pipeline .. ".")

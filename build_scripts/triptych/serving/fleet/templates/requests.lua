@@ -140,7 +140,7 @@ local function take(key, unit, count, now)
   if rate == nil then
     return
   end
-  local name = unit .. " " .. key.name .. " " .. (key.subject or "")
+  local name = unit .. " " .. key.name
   local capacity = math.max(rate, 1)
   local bucket = buckets[name] or {level = capacity, at = now}
   buckets[name] = bucket
