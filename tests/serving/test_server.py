@@ -245,6 +245,23 @@ def test_stop_cleans_up_after_a_server_that_was_killed(repository: Path) -> None
     log_file.unlink()
 
 
+def test_a_thread_that_lists_processes_is_not_in_the_way_of_another(
+    monkeypatch: pytest.MonkeyPatch, minilm_server: Server
+) -> None:
+    """The threads share the processes of psutil, and the attributes that it read last."""
+    listed = psutil.process_iter
+
+    def shared(attributes: list[str] | None = None) -> Iterator[psutil.Process]:
+        for process in listed(attributes):
+            process.info = {}
+            yield process
+
+    tag = psutil.Process(minilm_server.pid).environ()[orphan_cleanup.PROCESS_TAG_VARIABLE]
+    monkeypatch.setattr(psutil, "process_iter", shared)
+    assert minilm_server.pid in {process.pid for process in tagged_processes(tag)}
+    orphan_cleanup.remove_environment_folders()
+
+
 def test_empty_folders_of_ended_servers_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,9 +15,10 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
@@ -29,6 +30,7 @@ ENVIRONMENTS = Path("/tmp")
 SERVER = "tritonserver"
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.02
+T = TypeVar("T")
 
 
 def new_process_tag() -> str:
@@ -40,10 +42,19 @@ def tagged_processes(tag: str) -> list[psutil.Process]:
     """Return this user's other living processes whose environment has the tag."""
     return [
         process
-        for process in psutil.process_iter(["environ"])  # None for other users' processes
-        if (process.info["environ"] or {}).get(PROCESS_TAG_VARIABLE) == tag
-        and process.pid != os.getpid()
+        for process, environment in read_processes(lambda process: process.environ())
+        if environment.get(PROCESS_TAG_VARIABLE) == tag and process.pid != os.getpid()
     ]
+
+
+def read_processes(read: Callable[[psutil.Process], T]) -> Iterator[tuple[psutil.Process, T]]:
+    """Yield each process of which this user may `read` something.
+
+    Attributes of `psutil.process_iter` are not used: another thread's call replaces them.
+    """
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            yield process, read(process)
 
 
 def remove_orphans(tag: str, paths: Sequence[Path] = (), *, timeout_s: float = 5.0) -> None:
@@ -82,8 +93,8 @@ def remove_environment_folders() -> None:
     A backend removes its folder only if its server ends by itself. Folders that are younger than a
     server that runs may belong to that server.
     """
-    servers = [p for p in psutil.process_iter(["name", "create_time"]) if p.info["name"] == SERVER]
-    oldest = min((server.info["create_time"] for server in servers), default=math.inf)
+    found = read_processes(lambda process: (process.name(), process.create_time()))
+    oldest = min((began for _, (name, began) in found if name == SERVER), default=math.inf)
     for folder in ENVIRONMENTS.glob("python_env_??????"):
         with suppress(OSError):  # it is not empty, or belongs to another user
             if folder.stat().st_mtime < oldest:
