@@ -6,14 +6,13 @@ The settings of the filters are Envoy's defaults, except where a comment says wh
 from __future__ import annotations
 
 import json
-import shutil
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.local_envoy import envoy_command
 from benchmarks.servers import HOST, run_server
 from triptych.serving.ports import release_ports, reserve_ports
 
@@ -63,20 +62,11 @@ def envoy_in_front(grpc_url: str, limiter: dict[str, Any]) -> Iterator[str]:
             config = Path(folder) / "envoy.json"
             made = _make_config(ports["grpc"], ports["admin"], grpc_url, limiter)
             config.write_text(json.dumps(made), encoding="utf-8")
-            command = [_find_envoy(), "--config-path", str(config), "--disable-hot-restart"]
-            command += ["--concurrency", "1", "--log-level", "warning"]
+            command = [*envoy_command(config), "--concurrency", "1"]
             with run_server("Envoy", command, ports["admin"], "ready", Path(folder), {}):
                 yield f"{HOST}:{ports['grpc']}"
     finally:
         release_ports(ports.values())
-
-
-def _find_envoy() -> str:
-    """Return the path of Envoy: of this Python's environment, or else of PATH."""
-    found = shutil.which("envoy", path=str(Path(sys.executable).parent)) or shutil.which("envoy")
-    if found is None:
-        raise SystemExit("Envoy is not installed. Run `make setup`.")
-    return found
 
 
 def _make_config(

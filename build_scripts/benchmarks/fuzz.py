@@ -1,12 +1,13 @@
 """Send broken requests to a real server, while the responses of another client must stay right.
 
 Usage: ``python build_scripts/benchmarks/fuzz.py model_repository minilm --requests 100000``; with
-``--envoy`` behind the Envoy of ``serve --replicas``.
+``--envoy`` behind an Envoy with the configuration of ``triptych deploy``.
 Over gRPC: wrong shapes, types, lengths, names and parameters, for the ensemble and for its steps;
 over HTTP: wrong bodies and headers. The attacks of `ATTACKS` go over both. Each request must end
 with a response or a status within its deadline, and the server must not crash. Behind Envoy no
-attack but an overflow may reach a model, and no request of a client without retries may fail. The
-outcomes are counted; exit code 1 if one is a fault.
+compressed request may reach a server, and no request for a step over HTTP. Requests of a client
+without retries may fail beside a string length that lies. The outcomes are counted; exit code 1 if
+one is a fault.
 """
 
 from __future__ import annotations
@@ -17,13 +18,12 @@ import json
 import math
 import random
 import struct
-import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +34,13 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.grpc.model_config_pb2 import DataType
 
 from benchmarks.harness import finish, make_parser
+from benchmarks.local_envoy import Addresses, envoy_of_repository
 from benchmarks.results import Table
 from triptych.client import Client
 from triptych.client.wire import infer_request
-from triptych.container.manifests import find_pipelines, largest_request_mib
+from triptych.container.manifests import find_pipelines
 from triptych.repository.config import CONFIG_FILE, read_config
 from triptych.runtime.row_types import PAYLOAD, TICKET, make_payload
-from triptych.serving.fleet.envoy import Listen, proxy_settings
-from triptych.serving.fleet.proxy import Proxy
-from triptych.serving.ports import reserve_ports
 from triptych.serving.server import Server
 
 DEADLINE_S = 20.0
@@ -61,17 +59,14 @@ NAMES = (
     "",
     "x" * 999,
 )
-ATTACKS = {
-    "step": ({"NOT_FOUND"}, {"404", "400"}),  # it may be malformed as well
-    "compressed": ({"UNIMPLEMENTED"}, {"415"}),
-    "lying": ({"INVALID_ARGUMENT"}, {"400"}),
-    "forged": ({"NOT_FOUND"}, {"404"}),
-}
-"""Attacks, each with the only outcomes behind Envoy, over gRPC and HTTP.
+ATTACKS = ("step", "compressed", "lying", "forged")
+"""Attacks over gRPC and HTTP.
 
 A request for a step, which passes the limits of preprocess; one that is many times as large without
 compression; a string length beyond its data, which makes Triton fail a whole batch; and a forged
 ticket with a sample."""
+BEHIND_ENVOY = {"grpc compressed": "UNIMPLEMENTED", "http compressed": "415", "http step": "404"}
+"""Only outcome behind Envoy of attacks that it stops."""
 FAULTS = ("WRONG", "DEADLINE", "UNKNOWN", "INTERNAL", "imeout", "Refused", "Unreachable")
 """Parts of the outcomes that are faults."""
 SIZES = (-2, -1, 0, 1, 2, 4, 384, 2**40, 2**62)
@@ -314,7 +309,9 @@ def fuzz(
     over = threading.Event()
     with ExitStack() as stack:
         server = stack.enter_context(Server(repository, models=[pipeline]))
-        target = stack.enter_context(_proxy(server, pipeline)) if envoy else server
+        target: Addresses = server
+        if envoy:
+            target = stack.enter_context(envoy_of_repository(server, repository, pipeline))
         before = psutil.Process(server.pid).memory_info().rss
         arguments = target.grpc_url, pipeline, over, ended
         probes = [
@@ -346,33 +343,13 @@ def fuzz(
 
 def _is_fault(line: str, envoy: bool) -> bool:
     sender, _, outcome = line.partition(": ")
-    protocol, _, kind = sender.partition(" ")
     if sender == "probe":
         return outcome != "right"
     if sender == "plain client":
-        return envoy and outcome != "answered"
-    if envoy and kind in ATTACKS:
-        return outcome not in ATTACKS[kind][protocol == "http"]
+        return False
+    if envoy and sender in BEHIND_ENVOY:
+        return outcome != BEHIND_ENVOY[sender]
     return any(word in line for word in FAULTS)
-
-
-@contextmanager
-def _proxy(server: Server, pipeline: str) -> Iterator[Proxy]:
-    """Yield an Envoy in front of the server while the block runs."""
-    host, names = "127.0.0.1", ("grpc_port", "http_port", "metrics_port")
-    with tempfile.TemporaryDirectory() as folder:
-        proxy = Proxy(
-            proxy_settings(replicas=1, max_request_mib=largest_request_mib(server.repository)),
-            Listen(host, **reserve_ports(host, dict.fromkeys(names, 0))),
-            log_file=Path(folder, "envoy.log"),
-        )
-        try:
-            proxy.start([server], [pipeline])
-            if not proxy.wait_healthy([server], 60.0):
-                raise proxy.failure("found no healthy server")
-            yield proxy
-        finally:
-            proxy.stop()
 
 
 def main() -> int:

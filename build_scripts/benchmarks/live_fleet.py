@@ -1,6 +1,6 @@
 """Real servers behind a real Envoy, scraped by a real Prometheus, that start and stop on request.
 
-Envoy and its endpoint files are those of `triptych serve --replicas`.
+Envoy has the configuration of `triptych deploy`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.local_envoy import LOOPBACK, LocalEnvoy, local_envoy
 from benchmarks.model import PIPELINE
 from benchmarks.prometheus_tools import running
 from triptych.container.health import HealthCheck
 from triptych.container.manifests import find_pipelines, largest_request_mib
-from triptych.serving.fleet.envoy import Listen, proxy_settings
-from triptych.serving.fleet.proxy import Proxy
+from triptych.deploy.envoy import proxy_settings
 from triptych.serving.ports import reserve_ports
 from triptych.serving.server import Server
 
 NAMESPACE = "default"
-_LOOPBACK = "127.0.0.1"
 _PORTS = ("grpc_port", "http_port", "metrics_port")
 _HEALTHY_TIMEOUT_S = 30.0
 _DRAIN_TIMEOUT_S = 10.0
@@ -47,11 +46,11 @@ class LiveFleet:
 
     Args:
         servers: Servers that are not started, one for each possible replica.
-        proxy: Envoy, started and without endpoints.
+        proxy: Envoy without endpoints.
         prometheus: Base URL.
     """
 
-    def __init__(self, servers: Sequence[Server], proxy: Proxy, prometheus: str) -> None:
+    def __init__(self, servers: Sequence[Server], proxy: LocalEnvoy, prometheus: str) -> None:
         self._servers, self._proxy, self._prometheus = servers, proxy, prometheus
         # The thread of a server ends a replica before it starts the next one.
         self._threads = [ThreadPoolExecutor(1, "replica") for _ in servers]
@@ -103,8 +102,7 @@ class LiveFleet:
         """
         for work in self._work:
             work.result()
-        if not self._proxy.wait_healthy(self._ready, _HEALTHY_TIMEOUT_S):
-            raise TimeoutError("Envoy does not find its replicas healthy.")
+        self._proxy.wait_healthy(self._ready)
         return time.monotonic() - max(span.began_s for span in self._spans)
 
     def replica_s(self, start_s: float, end_s: float) -> float:
@@ -135,13 +133,13 @@ class LiveFleet:
         _wait_healthy(server)
         with self._routing:
             self._ready.append(server)
-            self._proxy.route_to(self._ready, [PIPELINE.name])
+            self._proxy.route_to(self._ready)
 
     def _end(self, index: int, span: _Span) -> None:
         server = self._servers[index]
         with self._routing:
             self._ready = [one for one in self._ready if one is not server]
-            self._proxy.route_to(self._ready, [PIPELINE.name])
+            self._proxy.route_to(self._ready)
         self._proxy.wait_drained(server, _DRAIN_TIMEOUT_S)
         server.stop()
         span.ended_s = time.monotonic()
@@ -172,7 +170,7 @@ def live_fleet(
     numbers = range(max_replicas)
     names = [f"{name}_{number}" for number in numbers for name in _PORTS]
     wanted = dict.fromkeys((*_PORTS, *names, "prometheus"), 0)
-    ports = reserve_ports(_LOOPBACK, wanted)
+    ports = reserve_ports(LOOPBACK, wanted)
     servers = [
         Server(
             repository,
@@ -185,22 +183,26 @@ def live_fleet(
     pods = {f"{PIPELINE.name}-{n}": ports[f"metrics_port_{n}"] for n in numbers}
     pods[f"{PIPELINE.name}-envoy-0"] = ports["metrics_port"]
     (folder / "prometheus.json").write_text(json.dumps(_make_scrape_config(pods, scrape_s)))
-    listen = Listen(_LOOPBACK, **{name: ports[name] for name in _PORTS})
     settings = proxy_settings(
         replicas=max_replicas,
         max_request_mib=largest_request_mib(repository),
         limits_ms=[1e3 * limit_s],
     )
-    address = f"{_LOOPBACK}:{ports['prometheus']}"
+    address = f"{LOOPBACK}:{ports['prometheus']}"
     flags = [
         f"--config.file={folder}/prometheus.json",
         f"--storage.tsdb.path={folder}/data",
         f"--web.listen-address={address}",
     ]
     with ExitStack() as stack:
-        proxy = Proxy(settings, listen, log_file=folder / "envoy.log")
-        stack.callback(proxy.stop)
-        proxy.start([], [PIPELINE.name])
+        proxy = stack.enter_context(
+            local_envoy(
+                settings,
+                [PIPELINE.name],
+                log_file=folder / "envoy.log",
+                ports={name: ports[name] for name in _PORTS},
+            )
+        )
         stack.enter_context(running(folder, "prometheus", *flags))
         fleet = LiveFleet(servers, proxy, f"http://{address}")
         stack.callback(fleet.close)
@@ -213,7 +215,7 @@ def _make_scrape_config(pods: dict[str, int], scrape_s: float) -> dict[str, obje
 
     def make_job(pod: str, port: int) -> dict[str, object]:
         labels = {"namespace": NAMESPACE, "pod": pod}
-        targets = [{"targets": [f"{_LOOPBACK}:{port}"], "labels": labels}]
+        targets = [{"targets": [f"{LOOPBACK}:{port}"], "labels": labels}]
         return {"job_name": pod, "static_configs": targets}
 
     return {

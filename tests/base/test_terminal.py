@@ -96,16 +96,15 @@ def test_serving_other_machines_needs_keys_or_certificates(tmp_path: Path) -> No
     (tmp_path / "keys.yaml").write_text("keys: {}\n")
     keys = ("--keys", str(tmp_path / "keys.yaml"))
     cases: list[tuple[tuple[str, ...], str]] = [
-        (("--host", "0.0.0.0"), "must be this machine for one server"),
-        (("--host", "0.0.0.0", "--replicas", "2"), "must be this machine without keys"),
+        (("--host", "0.0.0.0"), "must be this machine, because Triton"),
         (("--host", "0.0.0.0", "--http-api", "0"), "must be this machine without keys"),
         (("--host", "0.0.0.0", "--insecure"), "`grpc_port` must be a free port"),
-        (("--host", "0.0.0.0", "--replicas", "2", *keys), "`grpc_port` must be a free port"),
+        (("--host", "0.0.0.0", "--http-api", "0", *keys), "`grpc_port` must be a free port"),
         (("--host", "127.0.0.1"), "`grpc_port` must be a free port"),
         (("--host", "localhost"), "`grpc_port` must be a free port"),
-        (keys, "only supported with --replicas or --http-api"),
-        (("--replicas", "2", "--client-ca", "ca.pem"), "only supported with --tls-certificate"),
-        (("--replicas", "2", "--tls-key", "key.pem"), "must be given together"),
+        (keys, "only supported with --http-api"),
+        (("--http-api", "0", "--client-ca", "ca.pem"), "only supported with --tls-certificate"),
+        (("--http-api", "0", "--tls-key", "key.pem"), "must be given together"),
         (("--backend-directory", str(tmp_path)), "must be a folder that holds a folder for each"),
     ]
     with socket.socket() as busy:

@@ -400,18 +400,6 @@ def test_the_server_has_what_the_operator_sets(tmp_path: Path) -> None:
             assert (tracing["trace_file"], tracing["trace_rate"]) == (str(tmp_path / "traces"), "1")
 
 
-def test_replicas_behind_envoy_have_no_tls(
-    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "a.pem"
-    file.write_text("-----BEGIN CERTIFICATE-----")
-    for part in ("CERTIFICATE", "KEY"):
-        monkeypatch.setenv(f"TRIPTYCH_GRPC_TLS_{part}_FILE", str(file))
-    words = ["serve", str(repository), "--profile", "production", "--replicas", "2"]
-    said = str(CliRunner().invoke(app, words).exception)
-    assert "is only supported with one server. Given: 2 servers" in said
-
-
 def test_serve_in_production_takes_the_same_flags(
     repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

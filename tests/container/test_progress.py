@@ -5,15 +5,18 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from processes import eventually
 from triptych.container import health, supervisor
 from triptych.container.health import WORK_FIELD, HealthCheck
 from triptych.container.manifests import find_pipelines
+from triptych.container.periodic import PeriodicCheck
 from triptych.container.progress import (
     FIRST_WORK_S,
     MAX_GAP_S,
@@ -296,3 +299,12 @@ def test_a_server_that_fails_its_health_check_ends_if_it_was_healthy(
     assert ends_after("", "a lost connection", "", "another one") is None
     # Docker, unlike Kubernetes, may have other pipelines there that answer.
     assert ends_after(*["a mistake in its hooks"] * 5) is None
+
+
+def test_failed_checks_in_a_row_are_counted() -> None:
+    found = iter(["frozen", "frozen", None, "dead"])
+    with ThreadPoolExecutor(1) as pool:
+        check = PeriodicCheck(pool, lambda: next(found), interval_s=0.0)
+        for failures, fault in ((1, "frozen"), (2, "frozen"), (0, ""), (1, "dead")):
+            assert eventually(check.has_result)
+            assert (check.failures, check.fault) == (failures, fault)

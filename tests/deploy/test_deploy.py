@@ -150,7 +150,7 @@ def test_what_cannot_work_is_refused_with_its_reason(tmp_path: Path) -> None:
         (repository, {**HTTP_API, "gateway": "public"}, reports, "not supported with --gateway"),
         (repository, {**HTTP_API, "target": "kserve", "canary_percent": 5}, reports, "percent 5"),
         (repository, {"envoy_client_ca": "ca"}, reports, "needs --envoy-tls"),
-        (repository, {"envoy_keys": "a/b"}, reports, "must be the name of a Secret"),
+        (repository, {"envoy_tls": "a/b"}, reports, "must be the name of a Secret"),
         (repository, {"envoy_tls": "a", "target": "kserve"}, reports, "an Envoy of its own"),
         (repository, {"envoy_tls": "a", "gateway": "infra/web"}, reports, "an Envoy of its own"),
         (repository, {"http_api_tls": "minilm-tls"}, reports, "needs --http-api-image"),

@@ -8,8 +8,8 @@ versions of builds and folders of the machine, which differ from run to run.
 
 import functools
 import json
-import re
 import shutil
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ import yaml
 from kubernetes_validate import utils
 from typer.testing import CliRunner
 
+from benchmarks.local_envoy import envoy_command
 from conftest import ROOT
 from deploy_cases import (
     ENGINE,
@@ -37,21 +38,18 @@ from load_samples import rate_search
 from triptych.base.explained import plain, reasons_of, yaml_of
 from triptych.deploy.checks import check_manifests
 from triptych.deploy.context import Manifests
+from triptych.deploy.envoy import (
+    EndpointNames,
+    Listen,
+    Mirror,
+    MirrorOption,
+    bootstrap,
+    proxy_settings,
+)
 from triptych.deploy.folder import write_manifests
 from triptych.deploy.targets import known_of, make_manifests
 from triptych.interface.cli import app
 from triptych.repository.manifest import build_id
-from triptych.serving.fleet.access import Access
-from triptych.serving.fleet.envoy import (
-    EndpointFiles,
-    EndpointNames,
-    Listen,
-    Mirror,
-    bootstrap,
-    proxy_settings,
-)
-from triptych.serving.fleet.mirror import MirrorOption
-from triptych.serving.fleet.proxy import validate
 from triptych.spec.slo import Slo
 
 # A file of schemas has 2 MB, and is read for each object otherwise.
@@ -63,9 +61,7 @@ TENSORRT: dict[str, Any] = {"core": {"backend": "tensorrt"}, "engine": ENGINE}
 TALK: dict[str, Any] = {"name": "talk"}
 WATCH: dict[str, Any] = {"monitor_image": "watch:1"}
 HTTP_API: dict[str, Any] = {"http_api_image": "triptych-build:26.11", "http_api_tls": "minilm-tls"}
-SECRETS: dict[str, Any] = {
-    "envoy_tls": "minilm-tls", "envoy_client_ca": "clients", "envoy_keys": "minilm-keys"
-}  # fmt: skip
+SECRETS: dict[str, Any] = {"envoy_tls": "minilm-tls", "envoy_client_ca": "clients"}
 TWO_GPUS: dict[str, Any] = {
     "overrides": ["core.tensor_parallel_size=2", "serving.slo.ttft_p99=500ms"]
 }
@@ -144,20 +140,16 @@ CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "kserve_http_api": ({}, {"http_api_image": "triptych-build:26.11", **VARIABLES}),
     "compose_http_api": (
         CACHING,
-        {**HTTP_API, "http_api_tls": "/etc/gateway$1", "envoy_keys": "/etc/keys$1", **VARIABLES},
+        {**HTTP_API, "http_api_tls": "/etc/gateway$1", "envoy_tls": "/etc/envoy$1", **VARIABLES},
     ),
     "compose_tls": ({}, {"target": "compose", "envoy_tls": "/etc/tls"}),
 }  # fmt: skip
-FILES = EndpointFiles(Path("grpc.json"), Path("http.json"))
 NAMES = EndpointNames("triton.default.svc", 8001, 8000)
 MIRROR = Mirror(0.05, EndpointNames("candidate.default.svc", 8001, 8000))
-FLEETS: Mapping[str, tuple[Any, Mirror | None, dict[str, Any]]] = {
-    "files": (FILES, None, {"limits_ms": (37.5, 50.0)}),
-    "files_mirror": (FILES, MIRROR, {"affinity": "x-session", "replicas": 8}),
-    "files_affinity": (FILES, None, {"affinity": "x-session"}),
-    "names": (NAMES, None, {}),
-    "names_mirror": (NAMES, MIRROR, {"limits_ms": (0.5,), "replicas": 1}),
-    "names_affinity": (NAMES, None, {"affinity": "x-session", "limits_ms": (80.0,)}),
+PROXIES: Mapping[str, tuple[Mirror | None, dict[str, Any]]] = {
+    "names": (None, {}),
+    "names_mirror": (MIRROR, {"limits_ms": (0.5,), "replicas": 1}),
+    "names_affinity": (None, {"affinity": "x-session", "limits_ms": (80.0,)}),
 }
 
 
@@ -224,13 +216,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
     return {case: make(case, base / case) for case in CASES}
 
 
-def fleets() -> dict[str, str]:
-    """Return the bootstraps of `serve --replicas` and of manifests by file name."""
+def proxies() -> dict[str, str]:
+    """Return configurations of Envoy by file name."""
     listen = Listen("127.0.0.1", 8001, 8000, 8002)
     texts = {}
-    for case, (endpoints, mirror, fields) in FLEETS.items():
+    for case, (mirror, fields) in PROXIES.items():
         settings = proxy_settings(**{"replicas": 3, "max_request_mib": 5, **fields})
-        texts[f"{case}.yaml"] = yaml_of(bootstrap(settings, listen, endpoints, ["tickets"], mirror))
+        texts[f"{case}.yaml"] = yaml_of(bootstrap(settings, listen, NAMES, ["tickets"], mirror))
     return texts
 
 
@@ -259,12 +251,8 @@ def write_golden(texts: Mapping[str, str]) -> None:
 
 
 def test_manifests_are_as_on_record(made: dict[str, Made], rewrite: bool, tmp_path: Path) -> None:
-    trees = {**{case: one.texts for case, one in made.items()}, "fleet": fleets()}
-    found = {
-        f"{case}/{path}": SCRIPT.sub(r"\1 REQUESTS_LUA", text)
-        for case, tree in trees.items()
-        for path, text in tree.items()
-    }
+    trees = {**{case: one.texts for case, one in made.items()}, "proxy": proxies()}
+    found = {f"{case}/{path}": text for case, tree in trees.items() for path, text in tree.items()}
     if rewrite:
         write_golden(found)
     golden = read_golden()
@@ -273,8 +261,11 @@ def test_manifests_are_as_on_record(made: dict[str, Made], rewrite: bool, tmp_pa
     assert "no_such_field" in validate(tmp_path / "envoy.yaml")
 
 
-SCRIPT = re.compile(r"(?s)(inline_string:) \|-\n.*?(?=\n +- name: envoy\.filters\.http\.router)")
-"""Text of the script that checks requests, which is not recorded for each listener."""
+def validate(config: Path) -> str:
+    """Return Envoy's error about a configuration; empty if it is valid."""
+    command = [*envoy_command(config), "--mode", "validate"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return "" if done.returncode == 0 else done.stderr.strip()
 
 
 def values(node: Any, *names: str) -> Iterator[Any]:
@@ -357,9 +348,7 @@ def test_clusters_take_what_is_written(made: dict[str, Made]) -> None:
 
 def with_mounts(proxy: Path, folder: Path) -> Path:
     """Return a copy of Envoy's configuration with files in place of Secrets."""
-    (folder / "keys").mkdir(parents=True)
-    (folder / "keys.yaml").write_text("keys: {}")
-    Access(keys=folder / "keys.yaml").write(folder / "keys")
+    folder.mkdir(parents=True)
     for file in proxy.parent.glob("*.yaml"):
         text = file.read_text().replace("/etc/envoy-config", str(folder))
         (folder / file.name).write_text(text.replace("/run/triptych", str(folder)))

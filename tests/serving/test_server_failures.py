@@ -25,6 +25,7 @@ from triptych.base.releases import CONFIG_FIELDS, SERVER_FLAGS
 from triptych.container.supervisor import STARVED, _awaited_children
 from triptych.interface.cli import app
 from triptych.serving.embedded import find_release
+from triptych.serving.endpoint import RestartBackoff
 from triptych.serving.ports import port_is_busy, release_ports, reserve_ports
 from triptych.serving.readiness import ServerError, find_exit_reason, read_load_state
 from triptych.serving.server import Server
@@ -406,3 +407,9 @@ def test_models_that_share_a_resource_take_turns_and_one_that_cannot_get_it_is_n
     assert caught.value.step == "other"
     assert re.match('Resource count for "turn" is limited to 1 which', caught.value.reason)
     caught.value.log_file.unlink()
+
+
+def test_the_pause_before_a_restart_grows_while_crashes_follow_each_other() -> None:
+    pauses = RestartBackoff()
+    assert [pauses.take_s(0.0) for _ in range(9)] == [0, 0.5, 1, 2, 4, 8, 16, 30, 30]
+    assert [pauses.take_s(lived_s) for lived_s in (61.0, 0.0)] == [0, 0.5]

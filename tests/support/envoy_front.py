@@ -1,4 +1,4 @@
-"""A real Envoy in front of a real server, and requests to it."""
+"""A real Envoy with the configuration of `deploy` in front of a real server, and requests to it."""
 
 import http.client
 from collections.abc import Iterator, Mapping
@@ -9,15 +9,12 @@ from typing import Any
 
 from tritonclient.grpc import service_pb2 as pb
 
+from benchmarks.local_envoy import LocalEnvoy, local_envoy
 from triptych.base.explained import ExplainedValue
-from triptych.serving.fleet.access import Access
-from triptych.serving.fleet.envoy import Listen, Mirror, proxy_settings
-from triptych.serving.fleet.proxy import Proxy
-from triptych.serving.ports import reserve_ports
+from triptych.deploy.envoy import Mirror, proxy_settings
 
 NAME, OTHER, STEP = "minilm_packed", "minilm_bucketed", "minilm_packed_core"
 SERVICE = "/inference.GRPCInferenceService"
-LOOPBACK = "127.0.0.1"
 TEXT = b"\5\0\0\0hello"
 
 
@@ -25,31 +22,20 @@ TEXT = b"\5\0\0\0hello"
 def envoy(
     server: Any,
     folder: Path,
-    *pipelines: str,
+    pipeline: str,
+    *,
     max_mib: int = 1,
-    access: Access | None = None,
-    gateway_socket: Path | None = None,
     mirror: Mirror | None = None,
     limits: Mapping[str, float] | None = None,
-) -> Iterator[Proxy]:
-    """Envoy for `pipelines` of the server, with these limits in place of its own."""
-    names = ("grpc_port", "http_port", "metrics_port")
+) -> Iterator[LocalEnvoy]:
+    """Envoy for a pipeline of the server, with these limits in place of its own."""
     settings = proxy_settings(replicas=1, max_request_mib=max_mib)
     changed = {name: ExplainedValue(value, "a test") for name, value in (limits or {}).items()}
-    proxy = Proxy(
-        replace(settings, **changed),
-        Listen(LOOPBACK, **reserve_ports(LOOPBACK, dict.fromkeys(names, 0))),
-        log_file=folder / "envoy.log",
-        access=access,
-        gateway_socket=gateway_socket,
-        mirror=mirror,
-    )
-    try:
-        proxy.start([server], [*pipelines])
-        assert proxy.wait_healthy([server], 60)
+    log_file = folder / "envoy.log"
+    with local_envoy(
+        replace(settings, **changed), [pipeline], [server], log_file=log_file, mirror=mirror
+    ) as proxy:
         yield proxy
-    finally:
-        proxy.stop()
 
 
 def infer_request(model: str = NAME, raw: bytes = TEXT, *, rows: int = 1) -> Any:

@@ -36,7 +36,7 @@ KEEP_ALIVE = (
     # With the default of 2 an idle connection is pinged twice and never again.
     "--grpc-http2-max-pings-without-data=0",
     # A client that pings more often loses its connection with all requests in flight as soon as
-    # none of them gets an answer for four pings. Envoy pings every second (`serving.fleet`).
+    # none of them gets an answer for four pings. Envoy pings every second (`deploy.envoy`).
     "--grpc-http2-min-recv-ping-interval-without-data=500",
 )
 """Flags of every server: pings of gRPC in both directions."""

@@ -32,10 +32,6 @@ class PeriodicCheck:
         self._pool = pool
         self._find_fault = find_fault
         self._interval_s = interval_s
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget all results, also that of a run in progress."""
         self.failures = 0
         self.fault = ""
         self._run: Future[str | None] | None = None

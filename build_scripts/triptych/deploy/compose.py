@@ -7,11 +7,10 @@ from pathlib import Path
 
 from triptych.base.explained import ExplainedValue, render_files
 from triptych.deploy.context import DeploymentContext, Manifests
-from triptych.deploy.envoy_access import secret_files
 from triptych.deploy.kubernetes import (
     TEMPLATES,
     drain_script,
-    envoy_configuration,
+    envoy_files,
     ready_script,
     template_values,
 )
@@ -51,7 +50,7 @@ def make_files(c: DeploymentContext) -> Manifests:
         "http_api_tls": _escape(os.fspath(Path(c.options.http_api_tls or "").resolve())),
     }
     files = render_files(TEMPLATES / "compose.yaml.j2", **values)
-    files |= {"envoy.yaml": envoy_configuration(c, SERVERS), **secret_files(c.options)}
+    files |= envoy_files(c, SERVERS)
     return Manifests(files, c.version, _FILE, "docker compose --file {} up --detach")
 
 

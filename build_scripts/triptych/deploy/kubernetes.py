@@ -16,7 +16,16 @@ from triptych.container.settings import read_settings, read_trace
 from triptych.deploy.assumptions import core_files_mib
 from triptych.deploy.context import DeploymentContext, Manifests
 from triptych.deploy.dashboard import Rows, lay_out
-from triptych.deploy.envoy_access import access_files, gateway_port, mounts, secret_files
+from triptych.deploy.envoy import (
+    EndpointNames,
+    Listen,
+    Mirror,
+    bootstrap,
+    find_tls,
+    gateway_port,
+    mounts,
+    proxy_settings,
+)
 from triptych.deploy.http_api import http_api_values
 from triptych.deploy.metrics import parse_quantile
 from triptych.deploy.numbers import (
@@ -37,7 +46,6 @@ from triptych.deploy.rules import (
     burn_alerts,
     camel,
 )
-from triptych.serving.fleet.envoy import EndpointNames, Listen, Mirror, bootstrap, proxy_settings
 
 TEMPLATES = Path(__file__).with_name("templates")
 APPLY = "kubectl apply -k {}"
@@ -83,8 +91,8 @@ def make_files(c: DeploymentContext) -> Manifests:
         TEMPLATES / "kustomization.yaml.j2", **values, resources=base, overlay=overlay
     )
     if options.envoy is not None:
-        files["base/envoy.yaml"] = envoy_configuration(c, f"{options.name}-replicas")
-        files |= {f"base/{name}": data for name, data in secret_files(options).items()}
+        proxy = envoy_files(c, f"{options.name}-replicas")
+        files |= {f"base/{name}": data for name, data in proxy.items()}
     return Manifests({**files, **render_alertmanager()}, c.version, overlay, APPLY)
 
 
@@ -101,6 +109,7 @@ def template_values(c: DeploymentContext) -> dict[str, Any]:
     thresholds = [_BURN.threshold(one.budget) for one in c.objectives]
     monitor = monitor_memory(c)
     peers, peers_reason = _peers(options, namespace)
+    tls = find_tls(options, CONFIG_FOLDER)
     dashboard = lay_out(
         options.name,
         f"{c.pipeline} ({options.namespace})",
@@ -144,8 +153,8 @@ def template_values(c: DeploymentContext) -> dict[str, Any]:
             "grace_s": PRE_STOP_S + exit_s * (1 + _SETTLE_S) + _MARGIN_S,
             "memory_mib": envoy_memory(c),
         },
-        "envoy_mounts": list(mounts(options)),
-        "envoy_files": ["envoy.yaml", *secret_files(options)],
+        "envoy_mounts": mounts(options),
+        "envoy_files": ["envoy.yaml", *(tls.files() if tls else ())],
         "gateway_port": gateway_port(options),
         "http_api": http_api_values(
             c, str(_IMAGE.repository), gateway_port(options) or PORTS["grpc"]
@@ -208,8 +217,8 @@ def render_alertmanager(
     )
 
 
-def envoy_configuration(c: DeploymentContext, host: str) -> Any:
-    """Return Envoy's configuration, with the servers behind every address of a host."""
+def envoy_files(c: DeploymentContext, host: str) -> dict[str, Any]:
+    """Return the files of Envoy's configuration, with the servers behind each address of a host."""
     settings = proxy_settings(
         replicas=c.sizes.fewest.value,
         max_request_mib=largest_request_mib(c.repository),
@@ -220,23 +229,25 @@ def envoy_configuration(c: DeploymentContext, host: str) -> Any:
             f"MiB, {_HEAP_RATIO:.0%} of the container's memory; the rest is for what is no heap",
         ),
     )
-    listen = Listen("0.0.0.0", PORTS["grpc"], PORTS["http"], PORTS["metrics"], DRAIN_PORT)
+    ports = PORTS["grpc"], PORTS["http"], PORTS["metrics"]
+    listen = Listen("0.0.0.0", *ports, DRAIN_PORT, gateway_port(c.options))
     mirror = None
     if c.options.mirrored is not None:
         at = EndpointNames(f"{c.options.name}-candidate", PORTS["grpc"], PORTS["http"])
         mirror = Mirror(c.options.mirrored.share, at)
     endpoints = EndpointNames(host, PORTS["grpc"], PORTS["http"])
     trace = read_trace(c.options.server_variables)
-    return bootstrap(
+    tls = find_tls(c.options, CONFIG_FOLDER)
+    configuration = bootstrap(
         settings,
         listen,
         endpoints,
         [c.pipeline],
         mirror,
-        access=access_files(c.options, CONFIG_FOLDER),
-        gateway=gateway_port(c.options),
+        tls=tls,
         collector=trace and trace.collector,
     )
+    return {"envoy.yaml": configuration, **(tls.files() if tls else {})}
 
 
 def envoy_arguments(workers: int) -> list[str]:

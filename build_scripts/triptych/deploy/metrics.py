@@ -34,7 +34,7 @@ class Metrics:
     Attributes:
         namespace: Namespace of the replicas and of Envoy.
         workload: Deployment of the replicas, with which the names of the pods begin.
-        envoy: Deployment of Envoy, configured as by `serve --replicas`; None if clients reach
+        envoy: Deployment of Envoy, configured as by `deploy.envoy`; None if clients reach
             the servers directly.
         time_scale: Factor of every window; below 1 for tests.
         is_chain: Whether the pipeline has several models.

@@ -14,8 +14,8 @@ import typer
 from triptych.base.errors import UserError
 from triptych.base.explained import ExplainedValue
 from triptych.base.releases import Release, parse_release
+from triptych.deploy.envoy import MirrorOption, parse_mirror
 from triptych.deploy.variables import OPTION, read_variables
-from triptych.serving.fleet.mirror import MirrorOption, parse_mirror
 
 if TYPE_CHECKING:
     from triptych.spec.any_spec import AnySpec
@@ -225,14 +225,6 @@ class DeployOptions:
             "requires; with --target compose its folder. Default: none.",
         ),
     ] = None
-    envoy_keys: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SECRET",
-            help="Secret with the files of `triptych key --envoy-folder`, the API keys that Envoy "
-            "requires; with --target compose their folder. Default: no keys.",
-        ),
-    ] = None
     mirrored: Annotated[
         MirrorOption | None,
         typer.Option(
@@ -288,11 +280,7 @@ class DeployOptions:
     @property
     def envoy_secrets(self) -> dict[str, str | None]:
         """Secrets of Envoy by option."""
-        return {
-            "--envoy-tls": self.envoy_tls,
-            "--envoy-client-ca": self.envoy_client_ca,
-            "--envoy-keys": self.envoy_keys,
-        }
+        return {"--envoy-tls": self.envoy_tls, "--envoy-client-ca": self.envoy_client_ca}
 
     @property
     def workload(self) -> str:

@@ -8,18 +8,19 @@ import ssl
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from triptych.base.api_keys import file_stamps
 from triptych.base.errors import UserError
-from triptych.base.server_tls import ServerTls
 from triptych.container.supervisor import raise_limits
 from triptych.gateway import GRACE_S
 from triptych.gateway.app import make_app
 from triptych.gateway.http import Shared
+from triptych.gateway.keys import file_stamps
 from triptych.gateway.pipelines import Pipelines
 
 MAX_CONNECTIONS = 1000
@@ -34,6 +35,49 @@ STALLED_S = 60.0
 
 _TICKS_PER_LOOK = 20
 """Number of ticks of uvicorn, 0.1 s each, between two looks at the files of certificates."""
+
+
+@dataclass(frozen=True)
+class ServerTls:
+    """Certificate of a server.
+
+    Attributes:
+        certificate: PEM file of the certificate and its chain.
+        key: PEM file of its private key.
+        client_ca: PEM file of the authorities of client certificates, which are then required.
+    """
+
+    certificate: Path
+    key: Path
+    client_ca: Path | None = None
+
+    @property
+    def paths(self) -> list[Path]:
+        """All files."""
+        return [self.certificate, self.key, *([self.client_ca] if self.client_ca else ())]
+
+    def context(self) -> ssl.SSLContext:
+        """Return a context for new connections.
+
+        Raises:
+            UserError: A file cannot be read, or certificate and key do not fit.
+        """
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        try:
+            context.load_cert_chain(self.certificate, self.key)
+            if self.client_ca is not None:
+                context.load_verify_locations(self.client_ca)
+                context.verify_mode = ssl.CERT_REQUIRED
+        except OSError as error:  # ssl.SSLError is one
+            raise UserError(
+                "--tls-certificate",
+                "must be a PEM file, with its key in --tls-key",
+                given=f"{self.certificate} and {self.key} ({error.strerror or error})",
+                remedy="Check the paths, and that both belong together",
+            ) from error
+        return context
 
 
 class _Protocol(HttpToolsProtocol):  # type: ignore[misc]

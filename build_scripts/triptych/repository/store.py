@@ -343,7 +343,7 @@ _FICLONE = 0x40049409
 COMMIT_MARK = "commit"
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-Work = Literal["auto", "tune", "serve", "shadow"]
+Work = Literal["auto", "tune", "shadow"]
 """Purposes of temporary repositories beside the main one."""
 MIN_LINK_BYTES = 64 << 10
 """Minimum size of a file, in bytes, to link to an identical file of another model."""

@@ -1,1 +1,1 @@
-"""Local servers, replicas behind Envoy, and load tests."""
+"""Local servers and load tests."""

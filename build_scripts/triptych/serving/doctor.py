@@ -178,7 +178,6 @@ _COMPUTE_CAPABILITY_MIN = (7, 5)
 _EXTRAS: tuple[tuple[str, str, Severity], ...] = (
     ("build", "`triptych build`", "warning"),
     ("local", "serving without a container", "warning"),
-    ("fleet", "`triptych serve --replicas`", "info"),
     ("openvino", "`core.backend: openvino`", "info"),
 )
 

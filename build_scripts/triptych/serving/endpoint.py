@@ -115,8 +115,8 @@ class RestartBackoff:
 
 
 @contextmanager
-def until_signal(stop: Callable[[], None]) -> Iterator[list[str]]:
-    """Run the block until it ends or SIGTERM or SIGINT arrives, then call `stop` undisturbed.
+def _until_signal(before_stop: Callable[[], None], stop: Callable[[], None]) -> Iterator[list[str]]:
+    """Run the block until it ends or SIGTERM or SIGINT arrives, then call both undisturbed.
 
     Yields:
         A list that contains the signal's name after the block.
@@ -136,21 +136,12 @@ def until_signal(stop: Callable[[], None]) -> Iterator[list[str]]:
         pass
     finally:
         signals.append("stopping")
-        stop()
+        try:
+            before_stop()
+        finally:
+            stop()
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def in_order(first: Callable[[], None], last: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls both, `last` even if `first` raises an error."""
-
-    def both() -> None:
-        try:
-            first()
-        finally:
-            last()
-
-    return both
 
 
 def serve_until_signal(
@@ -187,7 +178,7 @@ def serve_until_signal(
         ServerError: A step did not load at the first start, or a pipeline did not answer its own
             request.
     """
-    with until_signal(in_order(before_stop, server.stop)) as signals:
+    with _until_signal(before_stop, server.stop) as signals:
         deadline = time.monotonic() + timeout_s
         server.start()
         server.wait_ready(timeout_s, on_progress=on_progress)
@@ -247,7 +238,6 @@ def wait_answers(
     find_fault: Callable[[], str | None],
     deadline: float,
     *,
-    name: str = "",
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Wait until a server whose models are loaded passes its health check.
@@ -256,7 +246,6 @@ def wait_answers(
         server: Server that is ready.
         find_fault: Health check, which returns a fault.
         deadline: Time at which to give up, on the clock of `time.monotonic`.
-        name: Name of the server in the error, if it is one of several.
         on_progress: Called with each fault that differs from the one before.
 
     Raises:
@@ -271,8 +260,6 @@ def wait_answers(
         if crash is not None:
             raise crash
         if time.monotonic() > deadline:
-            error = server.failure(
-                "loaded its models but failed the health-check request", fault, name
-            )
+            error = server.failure("loaded its models but failed the health-check request", fault)
             server.stop(grace_s=0.0)  # the requests that it took are never answered
             raise error

@@ -133,7 +133,6 @@ def check_and_make_flags(
     repository: Path,
     *,
     production: bool,
-    one_gpu: bool = False,
     backend_directory: Path | None = None,
 ) -> list[str]:
     """Check the repository's files, and return the flags of the serving image's entry point.
@@ -144,7 +143,6 @@ def check_and_make_flags(
         repository: Folder of the models.
         production: Whether to use the production profile. Without it, no flags are returned and
             the server checks the engines itself.
-        one_gpu: Whether the server will see only one GPU.
         backend_directory: Folder with the caller's backends, as for `Server`.
 
     Raises:
@@ -153,8 +151,6 @@ def check_and_make_flags(
     """
     settings = read_settings(os.environ, repository=str(repository))
     machine = read_machine(os.environ) if production else None
-    if machine is not None and one_gpu:
-        machine = machine._replace(gpus=machine.gpus[:1])
     if not enforce(settings, machine):
         raise UserError(
             "repository",
@@ -168,14 +164,6 @@ def check_and_make_flags(
     release = find_release(own_backends=backend_directory)
     warn_of(release)
     return flags_for(repository, settings.options, machine, release)
-
-
-def named_machine(option: str | None, servers: int) -> str:
-    """Return the machine of each of several servers here, by an option, else the environment."""
-    settings = read_settings()
-    if servers == 1 or option or settings.machine:
-        return option or settings.machine
-    return find_machine(settings.cores).shared_by(servers).name
 
 
 # Longer than any grace period, because `stop` limits how long requests in flight may take.
@@ -428,8 +416,8 @@ class Server:
         """Let `find_crash` not report the end of these processes, which the server ends itself."""
         self._steps = {pid: model for pid, model in self._steps.items() if pid not in pids}
 
-    def restart(self, repository: Path | None = None) -> None:
-        """Start again on the same ports, on another repository if given; see `wait_ready`.
+    def restart(self) -> None:
+        """Start again on the same ports; see `wait_ready`.
 
         Raises:
             UserError: See `start`.
@@ -438,7 +426,7 @@ class Server:
         picked, self._picked = self._picked, []  # stay reserved
         self.stop(grace_s=0.0)
         self._picked = picked
-        self.repository = self._served = (repository or self.repository).resolve()
+        self._served = self.repository
         self._wanted_ports = self._ports
         if own and log_file is not None and log_file.exists():
             log_file.replace(log_file.with_name(f"{log_file.name}.1"))

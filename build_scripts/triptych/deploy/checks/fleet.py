@@ -140,7 +140,7 @@ def closed(service: ManifestObject) -> Iterator[Flaw]:
         yield error(
             "A proxy that is reachable from outside must authenticate clients",
             f"type: {kind}, and an Envoy without keys and client certificates",
-            "Add --envoy-keys or --envoy-client-ca to `triptych deploy`, or make it ClusterIP",
+            "Add --envoy-client-ca to `triptych deploy`, or make it ClusterIP",
         )
 
 

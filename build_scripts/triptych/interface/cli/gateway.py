@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -30,9 +30,6 @@ from triptych.interface.cli.options import (
     warn,
 )
 
-if TYPE_CHECKING:
-    from triptych.base.server_tls import ServerTls
-
 _MIB = 1 << 20
 
 KEYS_FILE = Path("keys.yaml")
@@ -40,7 +37,7 @@ KEYS_FILE = Path("keys.yaml")
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayOptions:
-    """Options of `gateway` that `serve` has, too, for Envoy and the gateway."""
+    """Options of `gateway` that `serve` has, too."""
 
     aliases: Annotated[
         list[str] | None,
@@ -97,16 +94,8 @@ class GatewayOptions:
         ),
     ] = False
 
-    def server_tls(self) -> ServerTls | None:
-        """Return the certificate; None for plain text."""
-        from triptych.base.server_tls import ServerTls
-
-        if self.tls_certificate is None or self.tls_key is None:
-            return None
-        return ServerTls(self.tls_certificate, self.tls_key, self.client_ca)
-
     def check(self, host: str) -> None:
-        """Check the options for a gateway, or for Envoy, that listens on `host`.
+        """Check the options for a gateway that listens on `host`.
 
         Raises:
             UserError: An alias is malformed, a file of TLS is missing, or every client is served.
@@ -206,7 +195,7 @@ def gateway(
         from triptych.gateway.http import RequestLimits, Shared
         from triptych.gateway.keys import Keys
         from triptych.gateway.pipelines import Pipelines
-        from triptych.gateway.serve import make_server
+        from triptych.gateway.serve import ServerTls, make_server
         from triptych.gateway.traces import RequestTracer, export_to
     except ImportError as error:
         raise UserError(
@@ -229,7 +218,9 @@ def gateway(
     )
     if port:  # else the gateway picks a free one
         reserve_ports(host, {"--port": port})
-    tls = options.server_tls()
+    tls = None
+    if options.tls_certificate is not None and options.tls_key is not None:
+        tls = ServerTls(options.tls_certificate, options.tls_key, options.client_ca)
 
     def announce(port: int) -> None:
         address = f"http{'s' if tls else ''}://{host}:{port}"
@@ -302,13 +293,6 @@ def key(
             "without levels ignore it. Default: that of the pipeline.",
         ),
     ] = None,
-    envoy_folder: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder in which Envoy's files of all keys are written again, for the Secret of "
-            "`deploy --envoy-keys`. Default: none is written."
-        ),
-    ] = None,
     as_json: Json = False,
 ) -> None:
     """Add an API key of the gateway, or revoke one.
@@ -316,7 +300,7 @@ def key(
     A new key is printed once. The file has only its hash. Gateways read the file again within a
     second.
     """
-    from triptych.base.api_keys import KeyEntry, KeyFile, make_key, print_keys, read_keys
+    from triptych.gateway.keys import KeyEntry, KeyFile, make_key, print_keys, read_keys
 
     content = read_keys(keys) if keys.exists() else KeyFile()
     entries = content.keys
@@ -341,56 +325,42 @@ def key(
         del entries[name]
     with os_errors_as_user_errors(keys.parent):
         write_files(keys.parent, {keys.name: print_keys(content)}, is_private=True)
-    if envoy_folder is not None:
-        from triptych.serving.fleet.access import Access
-
-        envoy_folder.mkdir(parents=True, exist_ok=True)
-        access = Access(keys=keys)
-        access.write(envoy_folder)
-        warn_of_refused(access.refused)
     if as_json:
         print_json({"name": name, "key": made if action == "new" else None})
     else:
         output.print(made if action == "new" else f"{name} is revoked", markup=False)
 
 
-def check_access(host: str, access: GatewayOptions, *, replicas: int, has_http_api: bool) -> str:
-    """Check who may send requests, and return the address on which Triton or Envoy listens.
+def check_access(host: str, access: GatewayOptions, *, has_http_api: bool) -> str:
+    """Check who may send requests, and return the address on which Triton listens.
 
     Raises:
         UserError: Other machines are served without keys and client certificates, or an option
-            needs Envoy or the gateway.
+            needs the gateway.
     """
     from triptych.serving.ports import is_loopback
 
-    has_envoy = replicas > 1
-    if has_envoy or has_http_api:
+    if has_http_api:
         access.check(host)
         # Triton itself does not authenticate clients: only the gateway may reach it.
-        return host if has_envoy or access.insecure else "127.0.0.1"
+        return host if access.insecure else "127.0.0.1"
     for option in ("keys", "tls_certificate", "tls_key", "client_ca"):
         if getattr(access, option) is not None:
             raise UserError(
                 f"--{option.replace('_', '-')}",
-                "is only supported with --replicas or --http-api",
-                given="one server",
-                remedy="Add --replicas 2, whose Envoy encrypts and authenticates, or --http-api",
+                "is only supported with --http-api",
+                given=getattr(access, option),
+                remedy="Add --http-api: its gateway encrypts and authenticates, unlike Triton",
             )
     if not is_loopback(host) and not access.insecure:
         raise UserError(
             "--host",
-            "must be this machine for one server, because Triton does not authenticate clients",
+            "must be this machine, because Triton does not authenticate clients",
             given=host,
-            remedy="Add --replicas 2 with --keys or --client-ca, or --insecure behind a proxy that "
+            remedy="Add --http-api with --keys or --client-ca, or --insecure behind a proxy that "
             "authenticates clients",
         )
     return host
-
-
-def warn_of_refused(names: Sequence[str]) -> None:
-    """Print which keys Envoy refuses."""
-    if names:
-        warn(f"Envoy cannot count tokens: it refuses {', '.join(names)}, which the gateway serves")
 
 
 def parse_aliases(pairs: Sequence[str]) -> dict[str, str]:

@@ -6,22 +6,17 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from triptych.base.errors import UserError
 from triptych.interface.cli.command import verb
-from triptych.interface.cli.gateway import (
-    GatewayOptions,
-    GatewayProcess,
-    check_access,
-    warn_of_refused,
-)
+from triptych.interface.cli.gateway import GatewayOptions, GatewayProcess, check_access
 from triptych.interface.cli.options import (
     EXIT_FINDINGS,
     REPOSITORY,
@@ -54,7 +49,6 @@ from triptych.runtime.sampling import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
     from triptych.building.dev import Round
-    from triptych.serving.fleet.mirror import MirrorOption
     from triptych.serving.server import Server
     from triptych.spec.any_spec import AnySpec
 
@@ -213,7 +207,7 @@ def _print_round(done: Round, *, as_json: bool, changed: list[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """Options of `serve` that one server and a fleet share."""
+    """Options of `serve`."""
 
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
     timeout_s: LoadTimeout = 120.0
@@ -233,7 +227,7 @@ class ServeOptions:
             "--client-shm",
             help="Let clients on this machine pass tensors in shared memory, as perf_analyzer "
             "--shared-memory=system does. They can then read the memory of the steps. Only for the "
-            "development profile and one server.",
+            "development profile.",
         ),
     ] = False
     backend_directory: BackendDirectory = None
@@ -267,119 +261,45 @@ def serve(
     options: ServeOptions,
     api: GatewayOptions,
     ports: Ports,
-    replicas: Annotated[
-        int | None,
-        typer.Option(help="Number of servers behind Envoy. Default: one for each of --gpus, or 1."),
-    ] = None,
-    gpus: Annotated[
-        str | None,
-        typer.Option(
-            help="Numbers or UUIDs of the GPUs, such as 0,1: one replica on each. "
-            "Default: all GPUs for each replica."
-        ),
-    ] = None,
-    mirror: Annotated[
-        str | None,
-        typer.Option(
-            metavar="REPOSITORY:SHARE",
-            help="Candidate build that gets copies of a share (0 to 1) of the requests. "
-            "Default: no candidate.",
-        ),
-    ] = None,
 ) -> None:
-    """Serve built pipelines with tritonserver until interrupted.
-
-    With --replicas or --gpus, several servers run behind Envoy, which listens on their ports.
-    Responses of a --mirror candidate are never returned, only sampled, into the folder .candidate
-    below --samples.
-    """
-    from triptych.container.flags import USE_TLS
-    from triptych.container.machine import find_gpus
+    """Serve built pipelines with tritonserver until interrupted."""
+    from triptych.container.settings import read_settings
     from triptych.repository.store import recover
+    from triptych.serving.device import check_device
     from triptych.serving.embedded import list_backends
-    from triptych.serving.fleet.access import Access
-    from triptych.serving.fleet.mirror import check_same_pipelines, parse_mirror
-    from triptych.serving.fleet.serve import check_gpus, count_replicas
+    from triptych.serving.hot_reload import HotReload
     from triptych.serving.ports import is_loopback
-    from triptych.serving.server import check_and_make_flags, named_machine
+    from triptych.serving.server import Server, check_and_make_flags
 
     repository, models = resolve_repository(repository)
-    named = gpus.split(",") if gpus is not None else []
-    count = count_replicas(replicas, named)
-    mirrored = None if mirror is None else parse_mirror(mirror)
-    if mirrored is not None:
-        if count == 1:
-            raise UserError(
-                "--mirror",
-                "is only supported with at least 2 replicas",
-                given="1 replica",
-                remedy="Add --replicas 2, because Envoy sends the copies",
-            )
-        check_same_pipelines(repository, mirrored.repository)
-        recover(mirrored.repository)
-    if named:
-        check_gpus(named, len(find_gpus()))
-    if options.client_shm and (options.production or count > 1 or not is_loopback(options.host)):
+    if options.client_shm and (options.production or not is_loopback(options.host)):
         raise UserError(
             "--client-shm",
-            "is only supported for one server of the development profile on a loopback address",
-            given=f"profile {options.profile}, {count} servers, {options.host}",
+            "is only supported for the development profile on a loopback address",
+            given=f"profile {options.profile}, {options.host}",
             remedy="Leave it out; in a container, set TRIPTYCH_CLIENT_SHM=1",
         )
-    host = check_access(
-        options.host, api, replicas=count, has_http_api=options.http_api is not None
-    )
+    host = check_access(options.host, api, has_http_api=options.http_api is not None)
     recover(repository)
     if (backends := options.backend_directory) is not None:
         progress("load", f"backends of {backends}: {', '.join(list_backends(backends))}")
     flags = check_and_make_flags(
-        repository,
-        production=options.production,
-        one_gpu=bool(named),
-        backend_directory=backends,
+        repository, production=options.production, backend_directory=backends
     )
-    if count > 1 and USE_TLS in flags:
-        raise UserError(
-            "TRIPTYCH_GRPC_TLS_CERTIFICATE_FILE",
-            "is only supported with one server",
-            given=f"{count} servers behind Envoy, which connects without encryption",
-            remedy="Unset it, and let a proxy in front of Envoy encrypt",
-        )
-    same = {
-        "models": models,
-        "host": host,
-        "log_file": options.log_file,
-        "backend_directory": backends,
-        "exchanges": not options.production,
-        "production_flags": flags,
-        "machine": named_machine(options.machine, count),
-        **vars(ports),
-    }
     beside = GatewayProcess(options.http_api, options.host, repository, models, api)
-    if count == 1:
-        _serve_one(repository, options, named, beside, same)
-    else:
-        access = Access(api.server_tls(), api.keys)
-        warn_of_refused(access.refused)
-        fleet = {"gpus": named, "access": access, **same}
-        _serve_fleet(repository, options, count, mirrored, beside, fleet)
-
-
-def _serve_one(
-    repository: Path,
-    options: ServeOptions,
-    gpus: list[str],
-    beside: GatewayProcess,
-    same: Mapping[str, Any],
-) -> None:
-    """Run one server until interrupted; `same` are arguments that a fleet takes as well."""
-    from triptych.serving.device import check_device
-    from triptych.serving.fleet.serve import gpu_variables
-    from triptych.serving.hot_reload import HotReload
-    from triptych.serving.server import Server
-
-    environment = {FOLDER_VARIABLE: str(options.samples.absolute()), **gpu_variables(gpus, 0)}
-    server = Server(repository, environment=environment, client_shm=options.client_shm, **same)
+    server = Server(
+        repository,
+        models=models,
+        host=host,
+        environment={FOLDER_VARIABLE: str(options.samples.absolute())},
+        client_shm=options.client_shm,
+        log_file=options.log_file,
+        backend_directory=backends,
+        exchanges=not options.production,
+        production_flags=flags,
+        machine=options.machine or read_settings().machine,
+        **vars(ports),
+    )
     exchange = HotReload(
         server, on_reload=_print_change, on_problem=warn, production=options.production
     )
@@ -397,7 +317,7 @@ def _serve_one(
             "metrics": server.metrics_url,
             **beside.start(server.grpc_url),
         }
-        _announce(endpoints, {"pid": server.pid}, as_json=options.as_json)
+        _announce(endpoints, server.pid, as_json=options.as_json)
 
     def poll() -> bool:
         beside.poll()
@@ -406,53 +326,13 @@ def _serve_one(
     run(server, announce, timeout_s=options.timeout_s, meanwhile=poll, before_stop=beside.end)
 
 
-def _serve_fleet(
-    repository: Path,
-    options: ServeOptions,
-    replicas: int,
-    mirrored: MirrorOption | None,
-    beside: GatewayProcess,
-    same: Mapping[str, Any],
-) -> None:
-    """Run several servers behind Envoy until interrupted."""
-    from triptych.serving.fleet.serve import (
-        CANDIDATE_FOLDER,
-        find_capacity_warnings,
-        new_fleet,
-        serve_until_signal,
-    )
-
-    samples = options.samples.absolute()
-    with new_fleet(
-        repository,
-        replicas=replicas,
-        mirrored=mirrored,
-        environment={FOLDER_VARIABLE: str(samples)},
-        candidate_environment={FOLDER_VARIABLE: str(samples / CANDIDATE_FOLDER)},
-        load_s=options.timeout_s,
-        on_change=_print_change,
-        on_problem=warn,
-        **same,
-    ) as fleet:
-
-        def announce() -> None:
-            described = fleet.described()
-            for line in find_capacity_warnings(replica["pid"] for replica in described):
-                warn(line)
-            endpoints = {**fleet.endpoints, **beside.start(fleet.proxy.gateway_url)}
-            _announce(endpoints, {"replicas": described}, as_json=options.as_json)
-
-        asked = serve_until_signal(fleet, announce, meanwhile=beside.poll, before_stop=beside.end)
-    status.print(f"stopped ({asked})", markup=False)
-
-
 def _print_change(line: str) -> None:
     status.print(line, style="green", markup=False)
 
 
-def _announce(endpoints: dict[str, str], more: dict[str, Any], *, as_json: bool) -> None:
+def _announce(endpoints: dict[str, str], pid: int, *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps({**endpoints, **more}), flush=True)
+        print(json.dumps({**endpoints, "pid": pid}), flush=True)
         return
     output.print("ready; stop with Ctrl-C", style="green")
     for kind, endpoint in endpoints.items():

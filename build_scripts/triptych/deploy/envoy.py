@@ -1,27 +1,38 @@
 """Write Envoy's configuration for replicas, with the reason of each number.
 
 Requests about one server (statistics, shared memory, repository) have no route; clients send them
-to that server. Steps of pipelines have none either: a client could pass the limits of preprocess.
-The templates are in ``templates``; ``requests.lua`` checks requests.
+to that server. Steps of pipelines have none over HTTP. Envoy does not read the messages of gRPC, so
+that clients that nobody trusts go through the HTTP gateway, which makes its own requests.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlsplit
 
+from triptych.base.errors import UserError
 from triptych.base.explained import ExplainedValue, render_yaml
-from triptych.serving.fleet.access import AccessFiles
-from triptych.serving.fleet.clusters import assigned, service_at
+from triptych.container.manifests import find_pipelines
+from triptych.repository.manifest import EncoderManifest, read_manifest
+
+if TYPE_CHECKING:
+    from triptych.deploy.options import DeployOptions
 
 _TEMPLATES = Path(__file__).with_name("templates")
 _HEAP_MIB, _HEAP_REQUESTS = 512, 64
-_PRIVATE_MODE = 0o600
 _COLLECTOR = "collector"
+_GATEWAY_PORT = 8011
+"""Port of gRPC for the HTTP gateway alone, without TLS, if Envoy has TLS elsewhere."""
+_AUTHORITIES = "/etc/ssl/certs/ca-certificates.crt"
+"""Certificates of authorities in Envoy's image."""
+_TLS = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3"
 _BUCKETS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 30_000)
 
 
@@ -156,7 +167,7 @@ def proxy_settings(
     affinity: str | None = None,
     max_heap_mib: ExplainedValue | None = None,
 ) -> ProxySettings:
-    """Return the settings of a fleet.
+    """Return the settings in front of a number of replicas.
 
     Args:
         replicas: Minimum number of replicas behind the proxy.
@@ -216,28 +227,12 @@ CANDIDATES = {
 
 
 @dataclass(frozen=True)
-class EndpointFiles:
-    """Files that list the replicas (see `assignment`), replaced by rename."""
-
-    grpc: Path
-    http: Path
-
-    def routes(self, service: Service) -> Path:
-        """Return the file of the routes of a listener (see `route_file`)."""
-        file = self.grpc if service.is_grpc else self.http
-        return file.with_name(f"routes-{file.name}")
-
-
-@dataclass(frozen=True)
 class EndpointNames:
     """DNS name of the replicas, such as a headless Service; each address is a replica."""
 
     host: str
     grpc_port: int
     http_port: int
-
-
-Endpoints = EndpointFiles | EndpointNames
 
 
 @dataclass(frozen=True)
@@ -253,11 +248,51 @@ class Mirror:
     candidate: EndpointNames
 
 
-def assignment(service: Service, addresses: Iterable[tuple[str, int]]) -> dict[str, Any]:
-    """Return the content of an endpoint file: hosts and ports of the replicas in use."""
-    found = assigned(service.cluster, addresses)
-    kind = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
-    return {"resources": [{"@type": kind, **found}]}
+class MirrorOption(NamedTuple):
+    """Repository of a candidate, and its share of the requests, above 0 and at most 1."""
+
+    repository: Path
+    share: float
+
+
+def parse_mirror(text: str) -> MirrorOption:
+    """Return the repository and the share of an option ``REPOSITORY:SHARE``.
+
+    Raises:
+        UserError: The form is wrong, or a pipeline of the repository has no `serving.sample`.
+    """
+    folder, _, share_text = text.rpartition(":")
+    try:
+        share = float(share_text)
+    except ValueError:
+        share = 0.0
+    if not folder or not 0 < share <= 1:
+        raise UserError(
+            "--mirror",
+            "must be a repository and a share of the requests, above 0 and at most 1",
+            given=text,
+            remedy="Write for example --mirror candidate:0.05",
+        )
+    repository = Path(folder)
+    names = [pipeline.name for pipeline in find_pipelines(repository)]
+    for name in names:
+        if read_manifest(repository, name, EncoderManifest).spec.serving.sample is None:
+            raise UserError(
+                "--mirror",
+                "requires pipelines with serving.sample, because answers to mirrored requests are "
+                "only kept as samples",
+                given=f"{name} without serving.sample",
+                remedy=f"Run `triptych build {name} --set serving.sample.rate=1 --repository "
+                f"{folder}`",
+            )
+    if not names:
+        raise UserError(
+            "--mirror",
+            "must be a repository with a pipeline",
+            given=folder,
+            remedy="Build the candidate with `triptych build NAME --repository CANDIDATE_FOLDER`",
+        )
+    return MirrorOption(repository, share)
 
 
 @dataclass(frozen=True)
@@ -265,7 +300,8 @@ class Listen:
     """Address and ports of Envoy.
 
     The metrics port serves only ``/metrics`` and ``/ready`` of the admin page. The drain port, on
-    loopback, serves the pages with which a script drains Envoy; None for no such port.
+    loopback, serves the pages with which a script drains Envoy; None for no such port. The gateway
+    port serves gRPC without TLS, for the HTTP gateway alone; None for no such port.
     """
 
     host: str
@@ -273,6 +309,7 @@ class Listen:
     http_port: int
     metrics_port: int
     drain_port: int | None = None
+    gateway_port: int | None = None
 
 
 class Route(NamedTuple):
@@ -316,13 +353,12 @@ ADMIN_SOCKET = "@triptych-envoy-admin"
 def bootstrap(
     settings: ProxySettings,
     listen: Listen,
-    endpoints: Endpoints,
+    endpoints: EndpointNames,
     pipelines: Sequence[str],
     mirror: Mirror | None = None,
     *,
     admin_socket: str = ADMIN_SOCKET,
-    access: AccessFiles | None = None,
-    gateway: Path | int | None = None,
+    tls: EnvoyTls | None = None,
     collector: str | None = None,
 ) -> Any:
     """Return the configuration, with the reasons of its numbers (see `base.explained`).
@@ -330,13 +366,11 @@ def bootstrap(
     Args:
         settings: Numbers of the configuration.
         listen: Address and ports of Envoy.
-        endpoints: Replicas; files also have the routes (see `route_file`).
-        pipelines: Names that requests may address. Steps of pipelines are not among them.
+        endpoints: Replicas.
+        pipelines: Names that requests over HTTP may address. Steps of pipelines are not among them.
         mirror: Candidate that gets copies of requests; None without one.
         admin_socket: Path of the Unix socket of Envoy's admin page.
-        access: Files of certificates and keys; None for plain text without keys.
-        gateway: Unix socket or port of gRPC for the gateway alone, without TLS and keys; None for
-            none.
+        tls: Files of certificates; None for plain text.
         collector: URL of a collector of OpenTelemetry, which gets a span of each request whose
             caller samples its trace; None for none.
     """
@@ -348,59 +382,35 @@ def bootstrap(
         ]
     listeners = [
         {
-            **_listener(service, pipelines),
             "listener": name,
-            "address": address,
-            "script": _script(settings, service),
-            "routes_file": str(endpoints.routes(service))
-            if isinstance(endpoints, EndpointFiles)
-            else None,
-            "transport_socket": files and files.transport_socket(is_grpc=service.is_grpc),
-            "access_filters": files.filters("keys", "requests") if files else [],
-            "count_filters": files.filters("items") if files else [],
+            "name": "grpc" if service.is_grpc else "http",
+            "address": {"socket_address": {"address": listen.host, "port_value": port}},
+            "routes": _GRPC_ROUTES if service.is_grpc else _http_routes(pipelines),
+            "cluster": service.cluster,
+            "candidate": CANDIDATES[service].cluster,
+            "is_grpc": service.is_grpc,
+            "transport_socket": None
+            if tls is None or name == "gateway"
+            else tls.transport_socket(is_grpc=service.is_grpc),
         }
-        for name, service, address, files in _addresses(listen, access, gateway)
-    ]
-    error_texts = {
-        413: f"The request is larger than {settings.max_request_mib.value} MiB, the maximum of the "
-        "pipelines",
-        404: "This proxy does not forward this request, which is not for a pipeline: send it to "
-        "the address of one server",
-    }
-    if access is not None and access.has_keys:
-        error_texts[429] = (
-            "The limit of the key is reached: try again after the time in Retry-After"
+        for name, service, port in (
+            ("grpc", GRPC, listen.grpc_port),
+            ("http", HTTP, listen.http_port),
+            ("gateway", GRPC, listen.gateway_port),
         )
+        if port is not None
+    ]
     return render_yaml(
         _TEMPLATES / "envoy.yaml.j2",
         s=settings,
-        listen=listen,
         mirror=mirror,
-        names=_names(pipelines),
         listeners=listeners,
         clusters=clusters,
-        error_texts=error_texts,
         admin_pages=list(_admin_pages(listen)),
         admin_socket=admin_socket,
         collector=collector,
-        services=[] if collector is None else [service_at(_COLLECTOR, collector)],
+        services=[] if collector is None else [_service_at(_COLLECTOR, collector)],
     )
-
-
-def _addresses(
-    listen: Listen, access: AccessFiles | None, gateway: Path | int | None
-) -> Iterator[tuple[str, Service, dict[str, Any], AccessFiles | None]]:
-    """Yield name, service, address and access of each listener for requests."""
-
-    def address(port: int) -> dict[str, Any]:
-        return {"socket_address": {"address": listen.host, "port_value": port}}
-
-    yield "grpc", GRPC, address(listen.grpc_port), access
-    yield "http", HTTP, address(listen.http_port), access
-    if isinstance(gateway, Path):
-        yield "gateway", GRPC, {"pipe": {"path": str(gateway), "mode": _PRIVATE_MODE}}, None
-    elif gateway is not None:
-        yield "gateway", GRPC, address(gateway), None
 
 
 def _admin_pages(listen: Listen) -> Iterator[dict[str, Any]]:
@@ -412,48 +422,159 @@ def _admin_pages(listen: Listen) -> Iterator[dict[str, Any]]:
         yield {"name": "drain", "host": "127.0.0.1", "port": listen.drain_port, "paths": pages}
 
 
-def route_file(
-    settings: ProxySettings, service: Service, pipelines: Sequence[str], mirror: Mirror | None
-) -> dict[str, Any]:
-    """Return the content of a file of routes, `EndpointFiles.routes`, with reasons."""
-    found = render_yaml(
-        _TEMPLATES / "routes.yaml.j2",
-        s=settings,
-        mirror=mirror,
-        names=_names(pipelines),
-        listener=_listener(service, pipelines),
-    )
-    kind = "type.googleapis.com/envoy.config.route.v3.RouteConfiguration"
-    return {"resources": [{"@type": kind, **found}]}
-
-
-def _names(pipelines: Sequence[str]) -> dict[str, bool]:
-    """Return the names that requests may address; ``*`` shows that a request has a route."""
-    return dict.fromkeys(["*", *sorted(pipelines)], True)
-
-
-def _listener(service: Service, pipelines: Sequence[str]) -> dict[str, Any]:
-    """Return the template's data of a listener."""
+def _cluster(service: Service, name: str, endpoints: EndpointNames) -> dict[str, Any]:
+    """Return the template's data of a cluster of `endpoints`."""
+    port = endpoints.grpc_port if service.is_grpc else endpoints.http_port
     return {
-        "name": "grpc" if service.is_grpc else "http",
-        "routes": _GRPC_ROUTES if service.is_grpc else _http_routes(pipelines),
-        "cluster": service.cluster,
-        "candidate": CANDIDATES[service].cluster,
+        "name": name,
         "is_grpc": service.is_grpc,
+        "is_candidate": False,
+        "assignment": assigned(name, [(endpoints.host, port)]),
     }
 
 
-def _script(settings: ProxySettings, service: Service) -> str:
-    """Return the script that checks requests."""
-    max_bytes = settings.max_request_mib.value << 20
-    constants = f"local IS_GRPC, MAX_BYTES = {str(service.is_grpc).lower()}, {max_bytes}\n"
-    return constants + (_TEMPLATES / "requests.lua").read_text(encoding="utf-8").rstrip()
+def assigned(cluster: str, addresses: Iterable[tuple[str, int]]) -> dict[str, Any]:
+    """Return the part of a configuration with the hosts and ports of a cluster."""
+    hosts = [
+        {"endpoint": {"address": {"socket_address": {"address": host, "port_value": port}}}}
+        for host, port in addresses
+    ]
+    return {"cluster_name": cluster, "endpoints": [{"lb_endpoints": hosts}]}
 
 
-def _cluster(service: Service, name: str, endpoints: Endpoints) -> dict[str, Any]:
-    """Return the template's data of a cluster of `endpoints`."""
-    cluster = {"name": name, "is_grpc": service.is_grpc, "is_candidate": False, "file": None}
-    if isinstance(endpoints, EndpointNames):
-        port = endpoints.grpc_port if service.is_grpc else endpoints.http_port
-        return {**cluster, "assignment": assigned(name, [(endpoints.host, port)])}
-    return {**cluster, "file": str(endpoints.grpc if service.is_grpc else endpoints.http)}
+def _service_at(name: str, url: str) -> dict[str, Any]:
+    """Return the cluster `name` of a service elsewhere, by the URL of a page of it.
+
+    Its certificate is checked with the authorities of `SSL_CERT_FILE`, or those of the system.
+    """
+    parts = urlsplit(url)
+    host, is_encrypted = str(parts.hostname), parts.scheme == "https"
+    cluster: dict[str, Any] = {
+        "name": name,
+        "type": "STRICT_DNS",
+        "connect_timeout": "5s",
+        "load_assignment": assigned(name, [(host, parts.port or (443 if is_encrypted else 80))]),
+    }
+    if is_encrypted:
+        authorities = os.environ.get("SSL_CERT_FILE", _AUTHORITIES)
+        is_address = _is_address(host)
+        cluster["transport_socket"] = {
+            "name": "envoy.transport_sockets.tls",
+            "typed_config": {
+                "@type": f"{_TLS}.UpstreamTlsContext",
+                **({} if is_address else {"sni": host}),
+                "common_tls_context": {
+                    "validation_context": {
+                        "trusted_ca": {"filename": authorities},
+                        "match_typed_subject_alt_names": [
+                            {
+                                "san_type": "IP_ADDRESS" if is_address else "DNS",
+                                "matcher": {"exact": host},
+                            }
+                        ],
+                    }
+                },
+            },
+        }
+    return cluster
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class EnvoyTls:
+    """Certificates of Envoy in mounted Secrets, which it reads again when they change.
+
+    Attributes:
+        folder: Folder of Envoy's configuration, which has the files of `files`.
+        certificates: Folder of ``tls.crt`` and ``tls.key``, which Kubernetes replaces together.
+        client_ca: Folder of ``ca.crt``, the authorities of client certificates, which are then
+            required; None without it.
+    """
+
+    folder: str
+    certificates: str
+    client_ca: str | None = None
+
+    def transport_socket(self, *, is_grpc: bool) -> dict[str, Any]:
+        """Return the settings of encryption of a listener."""
+        common: dict[str, Any] = {
+            "tls_params": {"tls_minimum_protocol_version": "TLSv1_2"},
+            "alpn_protocols": ["h2" if is_grpc else "http/1.1"],
+            "tls_certificate_sds_secret_configs": [self._secret("certificate")],
+        }
+        if self.client_ca is not None:
+            common["validation_context_sds_secret_config"] = self._secret("clients")
+        return {
+            "name": "envoy.transport_sockets.tls",
+            "typed_config": {
+                "@type": f"{_TLS}.DownstreamTlsContext",
+                "require_client_certificate": self.client_ca is not None,
+                "common_tls_context": common,
+            },
+        }
+
+    def files(self) -> dict[str, Any]:
+        """Return the files beside Envoy's configuration that name the certificates."""
+        certificate = _watched(
+            self.certificates, certificate_chain="tls.crt", private_key="tls.key"
+        )
+        found = {"certificate": {"tls_certificate": certificate}}
+        if self.client_ca is not None:
+            clients = _watched(self.client_ca, trusted_ca="ca.crt")
+            found["clients"] = {"validation_context": clients}
+        return {
+            f"{name}.yaml": {"resources": [{"@type": f"{_TLS}.Secret", "name": name, **value}]}
+            for name, value in found.items()
+        }
+
+    def _secret(self, name: str) -> dict[str, Any]:
+        source = {
+            "path": f"{self.folder}/{name}.yaml",
+            "watched_directory": {"path": self.folder},
+        }
+        config = {"resource_api_version": "V3", "path_config_source": source}
+        return {"name": name, "sds_config": config}
+
+
+def _watched(folder: str, **files: str) -> dict[str, Any]:
+    sources = {name: {"filename": f"{folder}/{file}"} for name, file in files.items()}
+    return {**sources, "watched_directory": {"path": folder}}
+
+
+class Mount(NamedTuple):
+    """A Secret in the container of Envoy; for Compose `secret` is a folder."""
+
+    name: str
+    folder: str
+    secret: str
+
+
+def mounts(options: DeployOptions) -> list[Mount]:
+    """Return the Secrets of Envoy."""
+    found = []
+    for option, secret in options.envoy_secrets.items():
+        if secret is not None:
+            if options.target == "compose":
+                secret = os.fspath(Path(secret).resolve()).replace("$", "$$")
+            name = option.removeprefix("--envoy-")
+            found.append(Mount(name, f"/run/triptych/{name}", secret))
+    return found
+
+
+def find_tls(options: DeployOptions, folder: str) -> EnvoyTls | None:
+    """Return the certificates of Envoy, whose configuration is in `folder`; None without them."""
+    found = {mount.name: mount.folder for mount in mounts(options)}
+    return EnvoyTls(folder, found["tls"], found.get("client-ca")) if found else None
+
+
+def gateway_port(options: DeployOptions) -> int | None:
+    """Return the port of Envoy for the HTTP gateway alone; None if there is none."""
+    has_both = options.http_api_image is not None and options.envoy_tls is not None
+    return _GATEWAY_PORT if has_both else None
