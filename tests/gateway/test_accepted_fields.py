@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -88,6 +89,16 @@ def test_each_field_of_the_openai_client_is_accepted_if_it_asks_for_nothing(
         if type(None) in get_args(hints[name]):
             assert body.model_validate(required | {name: None}), name
     assert body.model_validate(required | defaults)
+
+
+def test_a_number_without_a_fraction_is_an_integer() -> None:
+    chat = ChatRequest.model_validate(CHAT | {"max_tokens": 5.0, "n": 1.0, "seed": 7.0})
+    assert (chat.max_tokens, type(chat.max_tokens), chat.n, chat.seed) == (5, int, 1, 7)
+    embedding = EmbeddingRequest.model_validate_json('{"model": "a", "input": [5.0, 7]}')
+    assert embedding.input == [5, 7]
+    for wrong in ("5.5", "true", '"5"', "0.0"):
+        with pytest.raises(ValidationError):
+            ChatRequest.model_validate_json(json.dumps(CHAT)[:-1] + f', "max_tokens": {wrong}}}')
 
 
 REFUSED: list[tuple[type[Body], dict[str, Any], dict[str, Any]]] = [

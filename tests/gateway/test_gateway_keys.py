@@ -282,6 +282,32 @@ def test_a_new_certificate_is_used_without_a_restart(
     assert load.lost == []
 
 
+def test_pages_need_no_key_and_name_no_pipeline(running: Running) -> None:
+    with httpx2.Client(verify=running.trust(), base_url=running.url, timeout=300) as client:
+        assert client.get("/openapi.json").status_code == 401
+        index, docs = client.get("/"), client.get("/docs")
+        assert "<code>/v1/embeddings</code>" in index.text
+        links = re.findall(r'(?:href|src)="([^"]+)"', index.text + docs.text)
+        assert links == ["docs", "openapi.json", "docs/swagger-ui.css", "docs/swagger-ui-bundle.js"]
+        for page in (index, docs):
+            assert page.headers["content-type"] == "text/html; charset=utf-8"
+            assert "small" not in page.text
+        for name, kind in (("swagger-ui.css", "css"), ("swagger-ui-bundle.js", "javascript")):
+            file = client.get(f"/docs/{name}")
+            assert file.headers["content-type"] == f"text/{kind}; charset=utf-8"
+            assert len(file.content) > 100_000
+        with running.caller("reader") as known:
+            key = {"authorization": f"Bearer {known.api_key}"}
+        document = client.get("/openapi.json", headers=key).json()
+    chat = document["paths"]["/v1/chat/completions"]["post"]
+    assert chat["responses"]["200"]["content"].keys() == {"application/json", "text/event-stream"}
+    error = chat["responses"]["default"]["content"]["application/json"]["schema"]
+    assert error["properties"]["error"]["required"] == ["message", "type", "param", "code"]
+    fields = document["components"]["schemas"]["ChatRequest"]["properties"]
+    number = fields["temperature"]["anyOf"][0]
+    assert (number["minimum"], number["maximum"]) == (0, 2)
+
+
 def test_a_client_needs_a_certificate_of_the_authority(tmp_path: Path) -> None:
     write_certificate(tmp_path, "client", "client")
     (tmp_path / "other").mkdir()

@@ -26,8 +26,7 @@ def send_hostile(client: httpx2.Client, path: str, name: str) -> int:
     """
     document = client.get("/openapi.json").json()
     (content,) = document["paths"][path]["post"]["requestBody"]["content"].values()
-    kind = content["schema"]["$ref"].rpartition("/")[2]
-    properties = document["components"]["schemas"][kind]["properties"]
+    properties = _properties(content["schema"], document["components"]["schemas"])
     example = content["example"] | ({"model": name} if "model" in properties else {})
     bodies = list(_bodies(example, set(properties)))
     for body in bodies:
@@ -40,6 +39,14 @@ def send_hostile(client: httpx2.Client, path: str, name: str) -> int:
         if not response.text.startswith("data: "):
             response.json()
     return len(bodies)
+
+
+def _properties(schema: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+    """Properties of a type, or of the members of a union."""
+    found = known[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+    members = [_properties(each, known) for each in found.get("anyOf", ())]
+    own: dict[str, Any] = found.get("properties", {})
+    return own | {name: each[name] for each in members for name in each}
 
 
 def _bodies(example: dict[str, Any], fields: set[str]) -> Iterator[bytes]:

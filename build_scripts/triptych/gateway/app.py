@@ -26,6 +26,7 @@ from triptych.gateway.chat import Generate
 from triptych.gateway.errors import OPENAI, TEI, ApiError
 from triptych.gateway.http import EndpointApp, Operation, Reply, Shared
 from triptych.gateway.openai import OpenAi
+from triptych.gateway.pages import make_pages
 from triptych.gateway.pipelines import Endpoints, Pipelines
 from triptych.gateway.rerank import Rerank
 from triptych.gateway.tasks import Tasks
@@ -49,7 +50,10 @@ class Operator(Endpoints):
             Operation(
                 "/health", "Check all pipelines.", "Operation", self.health, TEI, is_open=True
             ),
-            Operation("/metrics", "Return Prometheus metrics.", "Operation", self.metrics, TEI),
+            Operation(
+                *("/metrics", "Return Prometheus metrics.", "Operation", self.metrics, TEI),
+                media_type="text/plain",
+            ),
             Operation("/openapi.json", "Return this document.", "Operation", self.openapi, OPENAI),
         ]
 
@@ -90,6 +94,7 @@ def make_app(pipelines: Pipelines, shared: Shared) -> Starlette:
         *Tei(pipelines, shared).operations(),
         *operator.operations(),
     ]
+    operations += make_pages(operations)
     operator.document = to_json(describe(operations))
 
     @contextlib.asynccontextmanager
@@ -136,6 +141,18 @@ async def _no_route(request: Request, error: Exception) -> Response:
     return Response(to_json(OPENAI.body(made)), status, headers, "application/json")
 
 
+def _contents(operation: Operation, references: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the contents of a result by their media types."""
+    is_json = operation.media_type == "application/json"
+    schema: Any = {"type": "object" if is_json else "string"}
+    if operation.result is not None:
+        schema = references[operation.result, "serialization"]
+    contents = {operation.media_type: {"schema": schema}}
+    if operation.streams:
+        contents["text/event-stream"] = {"schema": {"type": "string"}}
+    return contents
+
+
 def describe(operations: Sequence[Operation]) -> dict[str, Any]:
     """Return the OpenAPI document of operations."""
     types = {
@@ -155,7 +172,13 @@ def describe(operations: Sequence[Operation]) -> dict[str, Any]:
                 {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
                 for name in re.findall(r"\{(\w+)\}", operation.path)
             ],
-            "responses": {"200": {"description": "Result"}, "default": {"description": "Error"}},
+            "responses": {
+                "200": {"description": "Result", "content": _contents(operation, references)},
+                "default": {
+                    "description": "Error",
+                    "content": {"application/json": {"schema": operation.errors.schema}},
+                },
+            },
         }
         if operation.body is not None:
             schema = references[operation.body, "validation"]
@@ -164,9 +187,6 @@ def describe(operations: Sequence[Operation]) -> dict[str, Any]:
                 "required": True,
                 "content": {"application/json": content},
             }
-        if operation.result is not None:
-            schema = references[operation.result, "serialization"]
-            described["responses"]["200"]["content"] = {"application/json": {"schema": schema}}
         paths.setdefault(operation.path, {})[operation.method.lower()] = described
     return {
         "openapi": "3.1.0",

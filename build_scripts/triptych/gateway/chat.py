@@ -13,10 +13,11 @@ from pydantic_core import to_json
 from triptych.client import AsyncGeneration, Chunk, InferenceError, Sampling, Usage
 from triptych.client.flows import CALL_PARAMETERS
 from triptych.gateway.errors import OPENAI, from_inference, invalid
-from triptych.gateway.http import Body, No, One, Operation, Stream
+from triptych.gateway.http import WHOLE, Body, No, One, Operation, Stream
 from triptych.gateway.openai import TokenUsage
-from triptych.gateway.pipelines import Endpoints, Lines, spend_tokens
+from triptych.gateway.pipelines import Endpoints, Text, spend_tokens
 from triptych.gateway.tools import CallSplitter, NamedTool, Tool, ToolCall, choose_tools
+from triptych.runtime.sampling_parameters import MAX_STOP_CHARACTERS, MAX_STOPS, NUMBERS
 
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "adapter"),
@@ -95,20 +96,31 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
 
 
+def _range(name: str) -> Any:
+    """Return the range of a sampling parameter."""
+    rule = NUMBERS[name]
+    low: dict[str, Any] = {"gt" if rule.above else "ge": rule.minimum}
+    return Field(le=rule.maximum, **low)
+
+
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+_STOPS = Field(max_length=MAX_STOPS, fail_fast=True)
+
+
 class _GenerationBody(Body):
     model: str
-    max_tokens: int | None = None
-    min_tokens: int | None = None
+    max_tokens: Annotated[int, _range("max_tokens"), WHOLE] | None = None
+    min_tokens: Annotated[int, _range("min_tokens"), WHOLE] | None = None
     ignore_eos: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: str | Lines | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    temperature: Annotated[float, _range("temperature")] | None = None
+    top_p: Annotated[float, _range("top_p")] | None = None
+    top_k: Annotated[int, _range("top_k"), WHOLE] | None = None
+    min_p: Annotated[float, _range("min_p")] | None = None
+    seed: Annotated[int, _range("seed"), WHOLE] | None = None
+    stop: _Stop | Annotated[list[_Stop], _STOPS] | None = None
+    repetition_penalty: Annotated[float, _range("repetition_penalty")] | None = None
+    presence_penalty: Annotated[float, _range("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, _range("frequency_penalty")] | None = None
     adapter: str | None = None
     n: One = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
@@ -129,10 +141,10 @@ class ChatRequest(_GenerationBody):
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Annotated[int, _range("max_tokens"), WHOLE] | None = None
     response_format: ResponseFormat | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int, _range("logprobs"), WHOLE] | None = None
     parallel_tool_calls: bool | None = None
     # Fields that change no answer here.
     audio: None = None
@@ -156,8 +168,8 @@ class ChatRequest(_GenerationBody):
 class CompletionRequest(_GenerationBody):
     """Request to continue a prompt; the pipeline's own defaults apply."""
 
-    prompt: str | Annotated[list[str], Field(min_length=1, max_length=1)]
-    logprobs: int | None = None
+    prompt: Text | Annotated[list[Text], Field(min_length=1, max_length=1)]
+    logprobs: Annotated[int, _range("logprobs"), WHOLE] | None = None
     best_of: One = None
     echo: No = None
     suffix: Literal[""] | None = None
@@ -253,6 +265,7 @@ class Generate(Endpoints):
                 OPENAI,
                 ChatRequest,
                 ChatResponse,
+                streams=True,
                 example={"model": "chat", "messages": messages, "max_tokens": 64},
             ),
             Operation(
@@ -263,6 +276,7 @@ class Generate(Endpoints):
                 OPENAI,
                 CompletionRequest,
                 CompletionResponse,
+                streams=True,
                 example={"model": "chat", "prompt": "The parcel", "max_tokens": 64},
             ),
         ]

@@ -167,10 +167,12 @@ class ErrorFormat:
     Attributes:
         body: Returns the body of an error as plain data.
         statuses: Other statuses of this API, by the status of the error.
+        schema: JSON schema of the body.
     """
 
     body: Callable[[ApiError], Mapping[str, Any]]
     statuses: Mapping[int, int]
+    schema: Mapping[str, Any]
 
     def status(self, error: ApiError) -> int:
         return self.statuses.get(error.status, error.status)
@@ -199,7 +201,14 @@ def _tei(error: ApiError) -> dict[str, Any]:
     return {"error": error.message, "error_type": _TEI_TYPES.get(error.status, default)}
 
 
+def _schema(**properties: object) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+_TEXT = {"type": "string"}
+_TEXT_OR_NULL = {"type": ["string", "null"]}
+_OPENAI_ERROR = _schema(message=_TEXT, type=_TEXT, param=_TEXT_OR_NULL, code=_TEXT)
 # OpenAI answers 400 to a body of another type.
-OPENAI = ErrorFormat(_openai, {422: 400})
-COHERE = ErrorFormat(_cohere, {})
-TEI = ErrorFormat(_tei, {400: 422, 500: 424})
+OPENAI = ErrorFormat(_openai, {422: 400}, _schema(error=_OPENAI_ERROR))
+COHERE = ErrorFormat(_cohere, {}, _schema(message=_TEXT, detail=_TEXT, code=_TEXT))
+TEI = ErrorFormat(_tei, {400: 422, 500: 424}, _schema(error=_TEXT, error_type=_TEXT))

@@ -41,10 +41,18 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
+def _whole(given: Any) -> Any:
+    if isinstance(given, list):
+        return [_whole(each) for each in given] if float in set(map(type, given)) else given
+    return int(given) if isinstance(given, float) and given.is_integer() else given
+
+
 # A literal takes 0 for False.
 No = Annotated[Literal[False], BeforeValidator(lambda given: given is not False)] | None
 """A switch that is off."""
-One = Annotated[int, Field(ge=1, le=1)] | None
+WHOLE = BeforeValidator(_whole)
+"""Validator of an integer, or a list of them, after their range: 5.0 is one in JSON."""
+One = Annotated[int, Field(ge=1, le=1), WHOLE] | None
 """A number of answers."""
 
 
@@ -138,6 +146,8 @@ class Operation:
         rows: Name of the field with the rows, to which the row of an error refers.
         example: Example of a body.
         is_open: Whether it needs no key.
+        streams: Whether the response may be server-sent events.
+        media_type: Media type of the response.
     """
 
     path: str
@@ -150,6 +160,8 @@ class Operation:
     rows: str = ""
     example: dict[str, Any] = field(default_factory=dict)
     is_open: bool = False
+    streams: bool = False
+    media_type: str = "application/json"
 
     @property
     def method(self) -> str:

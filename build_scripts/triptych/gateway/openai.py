@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 
 from triptych.client import InferenceError
 from triptych.gateway.errors import OPENAI, from_inference
-from triptych.gateway.http import Body, Operation, Shared
+from triptych.gateway.http import WHOLE, Body, Operation, Shared
 from triptych.gateway.pipelines import EMBEDDING, Endpoints, Pipelines, Texts, not_found
 
 
@@ -35,12 +35,12 @@ class EmbeddingRequest(Body):
 
     model: str
     input: Texts
-    dimensions: int | None = Field(default=None, ge=1)
+    dimensions: Annotated[int, Field(ge=1), WHOLE] | None = None
     encoding_format: Literal["float", "base64"] | None = None
     user: str | None = None
     input_type: str | None = None
     prompt: str | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=-1)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=-1), WHOLE] | None = None
 
 
 class TokenUsage(BaseModel):

@@ -17,7 +17,7 @@ from triptych.client import AsyncClient, Client, PipelineConfig
 from triptych.client.flows import CALL_PARAMETERS, PRIORITY
 from triptych.container.manifests import MANIFEST_FILE, check_readable
 from triptych.gateway.errors import ApiError, as_json, invalid
-from triptych.gateway.http import Shared
+from triptych.gateway.http import WHOLE, Shared
 from triptych.gateway.keys import CALLER
 from triptych.repository.manifest import BuildManifest, find_manifest
 from triptych.runtime.request_errors import RequestError
@@ -39,9 +39,11 @@ _SAME_PROMPTS = {
 }
 """Names of the same prompt, by the value of `input_type` in the APIs of NVIDIA and Cohere."""
 
-Lines = Annotated[list[str], Field(fail_fast=True)]
-_Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
-Texts = str | Lines | _Ids | Annotated[list[_Ids], Field(fail_fast=True)]
+_SOME = Field(min_length=1, fail_fast=True)
+Text = Annotated[str, Field(min_length=1)]
+Lines = Annotated[list[str], _SOME]
+_Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], _SOME, WHOLE]
+Texts = str | Lines | _Ids | Annotated[list[_Ids], _SOME]
 """A text or token ids, or a list of them."""
 
 EMBEDDING, RERANKING, CLASSIFICATION = "text-embedding", "reranking", "text-classification"

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from triptych.client import Ranked
-from triptych.gateway.errors import COHERE, invalid
-from triptych.gateway.http import Body, One, Operation
-from triptych.gateway.pipelines import RERANKING, Endpoints, Pipeline
+from triptych.client import InvalidRequestError, Ranked
+from triptych.gateway.errors import COHERE, ApiError, invalid
+from triptych.gateway.http import WHOLE, Body, One, Operation
+from triptych.gateway.pipelines import RERANKING, Endpoints, Pipeline, Text
 
 
 class Document(Body):
@@ -19,7 +19,7 @@ class Document(Body):
 
     model_config = ConfigDict(extra="allow")
 
-    text: str
+    text: Text
 
 
 class RerankRequest(Body):
@@ -38,14 +38,16 @@ class RerankRequest(Body):
     """
 
     model: str
-    query: str
-    documents: Annotated[list[str | Document], Field(fail_fast=True)]
-    top_n: int | None = Field(default=None, ge=1, validation_alias=AliasChoices("top_n", "top_k"))
+    query: Text
+    documents: Annotated[list[Text | Document], Field(min_length=1, fail_fast=True)]
+    top_n: Annotated[int, Field(ge=1), WHOLE] | None = Field(
+        default=None, validation_alias=AliasChoices("top_n", "top_k")
+    )
     return_documents: bool | None = None
     prompt: str | None = None
     rank_fields: list[Literal["text"]] | None = None
-    priority: Annotated[int, Field(ge=0, le=0)] | None = None
-    max_tokens_per_doc: int | None = Field(default=None, ge=1)
+    priority: Annotated[int, Field(ge=0, le=0), WHOLE] | None = None
+    max_tokens_per_doc: Annotated[int, Field(ge=1), WHOLE] | None = None
     max_chunks_per_doc: One = None
 
 
@@ -73,19 +75,23 @@ async def rank(
     """Return the texts, best first, and their number of tokens, if it is known.
 
     Raises:
-        ApiError: The pipeline has another task, or the query or one of the texts, which are the
-            `field` of the request, is empty.
+        ApiError: The pipeline has another task, or refuses the query or one of the texts, which are
+            the `field` of the request.
         InferenceError: The pipeline does not answer.
     """
     await pipeline.require(RERANKING)
-    if not (query and all(texts)):
-        empty = f"{field}[{texts.index('')}]" if query else "query"
-        raise invalid(empty, "must not be empty", '""', "Send a text")
     columns = {"text": [query] * len(texts), "text_pair": texts}
-    ranked, tokens = await asyncio.gather(
-        pipeline.client.rerank(query, texts, prompt=prompt),
-        pipeline.count_tokens(columns, {} if prompt is None else {"prompt": prompt}),
-    )
+    try:
+        ranked, tokens = await asyncio.gather(
+            pipeline.client.rerank(query, texts, prompt=prompt),
+            pipeline.count_tokens(columns, {} if prompt is None else {"prompt": prompt}),
+        )
+    except InvalidRequestError as error:
+        name, _, rule = error.message.partition(" ")
+        at = {"`text`": "query", "`text_pair`": f"{field}[{error.row}]"}.get(name)
+        if at is None:
+            raise
+        raise ApiError(400, "invalid_value", f"`{at}` {rule}", param=at) from error
     return ranked, tokens
 
 

@@ -28,7 +28,7 @@ class TaskRequest(Body):
         parameters: Request parameters of the pipeline, such as top_k.
     """
 
-    rows: Annotated[list[_Row], Field(fail_fast=True)]
+    rows: Annotated[list[_Row], Field(min_length=1, fail_fast=True)]
     parameters: dict[str, Any] = Field(default_factory=dict)
 
 

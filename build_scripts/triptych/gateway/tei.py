@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, RootModel, SkipValidation
 
 from triptych.gateway.errors import TEI, ApiError, as_json, invalid
-from triptych.gateway.http import Body, No, Operation, Shared
+from triptych.gateway.http import WHOLE, Body, No, Operation, Shared
 from triptych.gateway.pipelines import (
     CLASSIFICATION,
     EMBEDDING,
@@ -22,6 +22,7 @@ from triptych.gateway.pipelines import (
     Lines,
     Pipeline,
     Pipelines,
+    Text,
     Texts,
 )
 from triptych.gateway.rerank import Rerank, RerankRequest, RerankResponse, rank
@@ -44,7 +45,7 @@ class EmbedRequest(_Inputs):
     inputs: Texts
     normalize: bool = True
     prompt_name: str | None = None
-    dimensions: int | None = None
+    dimensions: Annotated[int, Field(ge=1), WHOLE] | None = None
 
 
 class PredictRequest(_Inputs):
@@ -57,8 +58,8 @@ class PredictRequest(_Inputs):
 class TeiRerankRequest(_Inputs):
     """Request to sort texts by how well they answer a query."""
 
-    query: str
-    texts: Lines
+    query: Text
+    texts: Annotated[list[Text], Field(min_length=1, fail_fast=True)]
     raw_scores: No = False
     return_text: bool = False
 
@@ -67,7 +68,7 @@ class SentencePairs(_TeiBody):
     """A text, and texts to compare with it."""
 
     source_sentence: str
-    sentences: Annotated[Lines, Field(min_length=1)]
+    sentences: Lines
 
 
 class SimilarityParameters(_Inputs):
@@ -361,6 +362,6 @@ def cut_others(vectors: NDArray[Any], dimensions: int | None) -> NDArray[Any]:
         rule = "must be true, because the model itself normalizes its vectors"
         raise invalid("normalize", rule, "false", "Leave it out")
     size = vectors.shape[1]
-    if not 1 <= (size if dimensions is None else dimensions) <= size:
-        raise invalid("dimensions", f"must be from 1 to {size}", str(dimensions), "Correct it")
+    if dimensions is not None and dimensions > size:
+        raise invalid("dimensions", f"must be at most {size}", str(dimensions), "Correct it")
     return vectors[:, :dimensions]

@@ -20,7 +20,7 @@ def check_filled(request: RowInputs, fields: Sequence[str]) -> None:
         for number, text in enumerate(request.columns[field]):
             if not text.strip():
                 raise RequestError(
-                    field, "must not be empty", repr(text)[:40], "Send both halves", number
+                    field, "must not be empty", repr(text)[:40], "Send a text", number
                 )
 
 
