@@ -341,6 +341,11 @@ def test_clients_of_vendors_work_unchanged(served: dict[str, Any]) -> None:
         assert indexes == order, name
 
 
+@pytest.mark.long
+def test_suites_of_others_pass(served: dict[str, Any]) -> None:
+    assert " passed" in run_with_clients("gateway_suites.py", served["api"], "texts")
+
+
 @pytest.fixture(scope="module")
 def toy_api(toy: Toy) -> Iterator[str]:
     """The address of a gateway of the toy pipelines, without their repository."""

@@ -175,6 +175,11 @@ def test_generated_requests_fit_the_published_documents(address: str) -> None:
     run_with_clients("gateway_properties.py", address, "completions")
 
 
+@pytest.mark.long
+def test_suites_of_others_pass(address: str) -> None:
+    assert " passed" in run_with_clients("gateway_suites.py", address, "chat")
+
+
 def leave(server: Server, address: str, way: str) -> None:
     """Begin a generation that the engine never ends, and disconnect after its first token."""
     sampling = {"seed": HELD}

@@ -10,6 +10,15 @@ from conftest import ROOT, one_at_a_time
 NEEDED = ROOT / "tests/data/gateway_clients.txt"
 
 
+_OFFLINE = {
+    "HAYSTACK_TELEMETRY_ENABLED": "False",
+    "HF_HUB_OFFLINE": "0",  # its clients would refuse any address
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "OPENAI_API_KEY": "none",
+}
+"""Variables by which clients ask nobody but the gateway."""
+
+
 def run_with_clients(script: str, *words: str) -> str:
     """Output of a script of this folder that runs in the environment and must end without error."""
     home = ROOT / ".cache/gateway_clients" / hashlib.sha256(NEEDED.read_bytes()).hexdigest()[:16]
@@ -22,7 +31,7 @@ def run_with_clients(script: str, *words: str) -> str:
             (home / "complete").touch()
     done = subprocess.run(
         [home / "bin/python", ROOT / "tests/support" / script, *words],
-        env={**os.environ, "HF_HUB_OFFLINE": "0", "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+        env={**os.environ, **_OFFLINE},
         capture_output=True,
         text=True,
         timeout=300,
