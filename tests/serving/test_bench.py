@@ -109,7 +109,11 @@ def test_a_missed_slo_ends_with_1_and_a_comparison_tells_what_changed(
     home: Path, measured: dict[str, Any]
 ) -> None:
     words = ["-c", "4", "--slo", "p99=1us", "--min-throughput", "100000", "--rounds", "1"]
+    words += ["--export-perf", str(home / "rows.json")]
     shown = triptych("bench", "tiny", *options(home, "b"), *words, status=1)
+    rows = json.loads((home / "rows.json").read_text(encoding="ascii"))["data"]
+    assert len(rows) == TRAFFIC_ROWS
+    assert all("dimensions" in row and "text" in row for row in rows)
     assert "SLO: cannot tell" in shown
     assert "one round does not show the noise, use --rounds 3" in shown
     files = [str(home / reports / "tiny" / "bench" / "bench.json") for reports in "ab"]

@@ -1,5 +1,6 @@
 """Load, the parts without a server: what is read from text, and what is concluded from figures."""
 
+import json
 import math
 import random
 from collections import Counter
@@ -14,7 +15,7 @@ import pytest
 from triptych.serving.bench import rates
 from triptych.serving.bench.bottleneck import find_bottleneck
 from triptych.serving.bench.measure import BenchTarget, is_sent, split_latency
-from triptych.serving.bench.perf_analyzer import draw_intervals_us
+from triptych.serving.bench.perf_analyzer import draw_intervals_us, export_rows
 from triptych.serving.bench.perf_output import (
     BIN_GROWTH,
     LoadResult,
@@ -34,6 +35,31 @@ from triptych.serving.bench.results import (
     StepUse,
 )
 from triptych.spec.slo import Slo
+
+
+def test_exported_rows_have_every_option(tmp_path: Path) -> None:
+    rules = {
+        "dimensions": {"type": "int", "min": 1, "max": 8},
+        "encoding": {"type": "str", "choices": ["float", "int8"]},
+        "labels": {"type": "list"},
+        "normalize": {"type": "bool"},
+        "prompt": {"type": "str", "choices": ["a", "b"]},
+        "top_k": {"type": "int", "min": 1, "max": 5},
+    }
+    defaults = {"encoding": "int8", "labels": ["x", "y"], "top_k": 2}
+    settings = {"request_parameters": rules, "parameters": defaults}
+    export_rows(tmp_path / "a.json", ["é"], settings)
+    (row,) = json.loads((tmp_path / "a.json").read_text())["data"]
+    assert row.pop("text") == {"content": {"b64": "AgAAAMOp"}, "shape": [1]}
+    assert row == {
+        "dimensions": [8],
+        "encoding": ["int8"],
+        "labels": ['["x", "y"]'],
+        "normalize": [False],
+        "prompt": ["a"],
+        "top_k": [2],
+    }
+
 
 PAGE = """
 # HELP nv_gpu_utilization GPU utilization rate [0.0 - 1.0)

@@ -180,6 +180,13 @@ def bench(
         bool,
         typer.Option("--baseline", help="Measure PyTorch and ONNX Runtime for comparison as well."),
     ] = False,
+    export_perf: Annotated[
+        Path | None,
+        typer.Option(
+            help="File for the requests as perf_analyzer --input-data, with every option in each "
+            "row. Default: none."
+        ),
+    ] = None,
     reports: Reports = REPORTS,
     as_json: Json = False,
 ) -> None:
@@ -207,6 +214,7 @@ def bench(
         find_rate=find_max_rate,
         baselines=baseline,
         price=price.price(),
+        export=export_perf,
     )
     check_writable(reports / name / "bench", "--reports")
     with sigterm_as_interrupt(), show_progress("bench", f"measuring {name}"):

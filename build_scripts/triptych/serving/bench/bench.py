@@ -19,13 +19,13 @@ from triptych.base.errors import Progress, UserError
 from triptych.client.connection import check_single
 from triptych.container.processor import find_processor
 from triptych.core.inputs import PipelineInputs
-from triptych.repository.manifest import EncoderManifest, build_id, find_manifest
+from triptych.repository.manifest import EncoderManifest, build_id, find_manifest, find_settings
 from triptych.serving.bench.baseline_calls import OWN
 from triptych.serving.bench.baselines import ALL, Baselines
 from triptych.serving.bench.bottleneck import find_bottleneck
 from triptych.serving.bench.comparison import Price
 from triptych.serving.bench.measure import BenchTarget, measure
-from triptych.serving.bench.perf_analyzer import Distribution, Request
+from triptych.serving.bench.perf_analyzer import Distribution, Request, export_rows
 from triptych.serving.bench.rates import find_highest_rate
 from triptych.serving.bench.results import (
     BenchResult,
@@ -65,6 +65,7 @@ class Bench:
     find_rate: bool = False  # whether to search the highest Poisson rate within the SLO
     baselines: bool = False  # whether to measure baselines
     price: Price | None = None
+    export: Path | None = None  # file for the requests with all options
 
 
 def bench_pipeline(
@@ -158,6 +159,8 @@ def bench_requests(
         UserError: See `bench_pipeline`.
     """
     name = subject.pipeline
+    if bench.export is not None:
+        export_rows(bench.export, requests, find_settings(repository, name))
     # A server elsewhere may have loaded another build.
     build = build_id(repository, name) if url is None else ""
     with open_endpoint(repository, name, url, progress, metrics_url=metrics_url) as endpoint:

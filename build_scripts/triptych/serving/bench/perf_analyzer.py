@@ -401,6 +401,27 @@ def _row(request: Request) -> dict[str, object]:
     return row
 
 
+def export_rows(file: Path, requests: Sequence[Request], settings: Mapping[str, Any]) -> None:
+    """Write requests for ``perf_analyzer --input-data``, with every option in each row.
+
+    With shared memory, perf_analyzer refuses rows without an option, which is an optional input.
+
+    Args:
+        file: File to write.
+        requests: Requests, as for `run`.
+        settings: Settings of a step, with the rules of the options and their defaults. An option
+            without a default gets its largest number, false, or its first choice.
+    """
+    options: dict[str, object] = {}
+    defaults = settings.get("parameters", {})
+    for name, rule in settings.get("request_parameters", {}).items():
+        first = rule.get("choices", [""])[0]
+        value = defaults.get(name, {"bool": False, "str": first}.get(rule["type"], rule.get("max")))
+        options[name] = [json.dumps(value) if rule["type"] == "list" else value]
+    rows = [_row(request) | options for request in requests]
+    file.write_text(json.dumps({"data": rows}), encoding="ascii")
+
+
 def _measure(command: Sequence[str], variables: Mapping[str, str], deadline: float) -> str:
     """Return the output of perf_analyzer; raise `LoadError` if it fails or times out."""
     try:
