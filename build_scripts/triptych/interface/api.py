@@ -176,13 +176,15 @@ def new(
         answers: Answers to the questions of the template.
         ref: Tag, branch or commit of the template in git. None: its latest tag.
         trust: Whether tasks and Jinja extensions of the template may run.
-        model: A Hub id, ``package:NAME`` or a folder. None: an example for the task.
+        model: A Hub id, ``package:NAME``, a folder, an ONNX file, or ``FILE.py:NAME`` of a
+            PyTorch module. None: an example for the task.
         hooks: Whether to add ``hooks.py`` and its tests.
         pipelines: Folder of the pipelines.
 
     Raises:
         UserError: The name, task or template is invalid, or the pipeline exists.
     """
+    from triptych.core.own_scaffold import describe_model
     from triptych.spec.scaffold import scaffold
     from triptych.spec.template import TemplateChoice
 
@@ -196,6 +198,7 @@ def new(
             model=model,
             with_hooks=hooks,
             pipelines=Path(pipelines),
+            describe=describe_model,
             choice=choice,
         )
     return Path(made.folder)

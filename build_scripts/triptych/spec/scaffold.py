@@ -13,7 +13,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from triptych.base.errors import UserError, closest
 from triptych.base.files import expand_home, parse_yaml
 from triptych.spec.kind import GENERATING, GENERATION
 from triptych.spec.model_source import check_model_files
-from triptych.spec.scaffold_graph import fit_graph
+from triptych.spec.scaffold_graph import Described, fit_graph
 from triptych.spec.spec import SPEC_FILE, check_folder
 from triptych.spec.template import BUILT_IN, TemplateChoice, find_template, render
 from triptych.spec.traffic import TRAFFIC_FILE
@@ -36,6 +36,8 @@ STAGING = ".new"
 MASK_TOKEN = "<mask>"
 LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 """Config keys under which models store their maximum sequence length."""
+MODULE = re.compile(r"(.+\.py):([A-Za-z_]\w*)")
+"""Form of a module: a Python file, and the function or class in it that makes the module."""
 TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -64,18 +66,22 @@ def scaffold(
     model: str | None,
     with_hooks: bool,
     pipelines: Path,
+    describe: Callable[[Path, str], Described] | None = None,
     choice: TemplateChoice | None = None,
 ) -> Scaffold:
     """Create the folder ``pipelines/name`` with a spec, traffic and, optionally, hooks.
 
     Args:
         name: Name of the pipeline.
-        task: Name of the built-in template: a task, for most of them. None with an ONNX file takes
-            `onnx`.
-        model: Source of the model: a Hub id, ``package:…``, or a folder or ONNX file relative to
-            the working directory. None: the example of the template.
+        task: Name of the built-in template: a task, for most of them. None with an ONNX file or a
+            module takes `onnx`.
+        model: Source of the model: a Hub id, ``package:…``, or a folder, an ONNX file or a module
+            ``FILE.py:NAME``, relative to the working directory. None: the example of the template.
         with_hooks: Whether to add ``hooks.py`` and its tests if the task does not need them.
         pipelines: Folder of the pipelines; created if missing.
+        describe: Returns the interface of an ONNX file, or of the module that a function or class
+            of a Python file makes, by the path of the file and the name. None: the inputs and
+            outputs are those of the template.
         choice: Template in place of `task`: a built-in one, a folder or a git repository.
 
     Raises:
@@ -93,7 +99,7 @@ def scaffold(
     template = _choose(task, model, choice, with_hooks)
     # The spec does not exist yet: the built-in spec of a task takes its place in the check.
     check_folder(folder, BUILT_IN / GENERATION / SPEC_FILE)
-    local = None if model is None else _local_model(model)
+    local, factory = (None, "") if model is None else _local_model(model)
     if local is not None and local.is_dir():
         check_model_files(local, "--model", str(model))
     with _new_folder(folder) as staging:
@@ -109,11 +115,12 @@ def scaffold(
         spec = (staging / SPEC_FILE).read_text(encoding="utf-8")
         task = "".join(re.findall(r"(?m)^task: *(\S+)", spec)[:1])
         if model is not None:
-            is_onnx = local is not None and local.is_file()
-            spec = _with_source(spec, _written_source(model, local, folder), is_onnx=is_onnx)
-            if is_onnx and local is not None and isinstance(template, Path):
+            is_file = local is not None and local.is_file()
+            source = _written_source(model, local, folder) + (f":{factory}" if factory else "")
+            spec = _with_source(spec, source, is_file=is_file, is_module=bool(factory))
+            if is_file and local and describe is not None and isinstance(template, Path):
                 samples = BUILT_IN / "image-classification/samples"
-                spec = fit_graph(spec, staging, folder, local, samples)
+                spec = fit_graph(spec, staging, folder, describe(local, factory), samples)
         if task == GENERATION and local is not None:
             spec = _fit_model(spec, staging, local)
         (staging / SPEC_FILE).write_text(spec, encoding="utf-8")
@@ -138,6 +145,9 @@ def _choose(
 ) -> Path | TemplateChoice:
     """Return the folder of a built-in template, or a template that copier renders."""
     if choice is None:
+        is_module = model is not None and MODULE.fullmatch(model) is not None
+        if is_module and task in (None, "pytorch"):
+            task = "onnx"  # the functions of `pytorch` are those of its example
         if task is None and model is not None and Path(model).suffix == ".onnx":
             task = "onnx"
         if task is None or task not in tasks():
@@ -176,10 +186,14 @@ def _choose(
     return choice
 
 
-def _with_source(spec: str, source: str, *, is_onnx: bool) -> str:
-    """Return the text of a spec with another source of the model, or another ONNX file."""
-    key, kind = ("onnx", "an ONNX file") if is_onnx else ("source", "a folder or Hub id")
-    line = f"  {key}: {_yaml_scalar(source)}"
+def _with_source(spec: str, source: str, *, is_file: bool, is_module: bool) -> str:
+    """Return the text of a spec with another source, ONNX file or module of the model."""
+    key, kind = ("onnx", "an ONNX file or module") if is_file else ("source", "a folder or Hub id")
+    line = f"  {'module' if is_module else key}: {_yaml_scalar(source)}"
+    if is_module:
+        line += (
+            "\n  # weights: FILE            # .safetensors or a state dict; if the module has none"
+        )
     spec, count = re.subn(rf"(?m)^  {key}: \S+", lambda _: line, spec, count=1)
     if not count:
         raise UserError(
@@ -220,19 +234,25 @@ def _fill(template: Path, target: Path, *, with_hooks: bool, marks: Mapping[str,
         file.write_bytes(content)
 
 
-def _local_model(model: str) -> Path | None:
-    """Return the folder or ONNX file that `model` names; None for a Hub id or a package."""
-    path = expand_home(model)
+def _local_model(model: str) -> tuple[Path | None, str]:
+    """Return the folder, ONNX file or Python file that `model` names, and the name in the latter.
+
+    The path is None for a Hub id or a package.
+    """
+    path, module = expand_home(model), MODULE.fullmatch(model)
+    if module and expand_home(module[1]).is_file():
+        return expand_home(module[1]), module[2]
     if path.is_dir() or (path.suffix == ".onnx" and path.is_file()):
-        return path
-    if model.startswith((".", "/", "~")) or path.exists():
+        return path, ""
+    if module or model.startswith((".", "/", "~")) or path.exists():
         raise UserError(
             "--model",
-            "must be a folder, an ONNX file, a Hub id `owner/name`, or `package:<module>/<folder>`",
-            given=f"{model}: no such folder or ONNX file",
+            "must be a folder, an ONNX file, a module `FILE.py:NAME`, a Hub id `owner/name`, or "
+            "`package:<module>/<folder>`",
+            given=f"{model}: no such folder or file",
             remedy="Correct the path; relative paths start at the working directory",
         )
-    return None
+    return None, ""
 
 
 def _yaml_scalar(value: str) -> str:

@@ -1,18 +1,18 @@
-"""Fit a new pipeline to the inputs and outputs of the user's ONNX file."""
+"""Fit a new pipeline to the inputs and outputs of the user's model."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from triptych.base.errors import UserError
-from triptych.base.onnx_graph import GraphInterface, GraphTensor, read_interface
+from triptych.base.onnx_graph import GraphInterface, GraphTensor
 from triptych.runtime.hooking import HOOKS_FILE
 from triptych.spec.model_fields import RESERVED_NAMES, RESERVED_PREFIXES, ValueType
 from triptych.spec.traffic import TRAFFIC_FILE
@@ -54,8 +54,22 @@ def _pixels(files):
 '''
 
 
-def fit_graph(spec: str, target: Path, folder: Path, file: Path, samples: Path) -> str:
-    """Return the spec of a new pipeline with the interface of an ONNX file.
+class Described(NamedTuple):
+    """Interface of the user's model, as far as it is known.
+
+    Attributes:
+        graph: Inputs and outputs of the ONNX file, or of the graph of the module.
+        ranges: Smallest and largest value of inputs that index tables, infinite without a limit.
+        of: Number of the free axis for each input of a module that has it, with the batch as 0.
+    """
+
+    graph: GraphInterface
+    ranges: Mapping[str, tuple[float, float]]
+    of: Mapping[str, int]
+
+
+def fit_graph(spec: str, target: Path, folder: Path, model: Described, samples: Path) -> str:
+    """Return the spec of a new pipeline with the interface of the user's model.
 
     Functions, labels and traffic in `target` are written to fit. A template whose functions do not
     name the graph's tensors stays as it is.
@@ -64,20 +78,9 @@ def fit_graph(spec: str, target: Path, folder: Path, file: Path, samples: Path) 
         spec: Text of the spec from a template.
         target: Folder with the other files of the template.
         folder: Folder that the pipeline will have.
-        file: The ONNX file.
+        model: The model.
         samples: Folder with `SAMPLES`.
-
-    Raises:
-        UserError: The file cannot be read.
     """
-    try:
-        graph = read_interface(file)
-    except Exception as error:  # protobuf's error, or that of the file
-        given = f"{file}: {' '.join(str(error).split())[:200]}"
-        remedy = "Correct the path, or export the model again"
-        raise UserError(
-            "--model", "must be a readable ONNX file", given=given, remedy=remedy
-        ) from error
     hooks = target / HOOKS_FILE
     text = hooks.read_text(encoding="utf-8") if hooks.is_file() else ""
     if text and not re.search(r"(?m)^INPUT = ", text):
@@ -85,10 +88,10 @@ def fit_graph(spec: str, target: Path, folder: Path, file: Path, samples: Path) 
     for name in _EXAMPLE_FILES:
         (target / name).unlink(missing_ok=True)
     spec = re.sub(r"(?m)^# model\.onnx is .*\n(# .*\n)*?(?=task:)", "", spec)
-    spec = re.sub(r"(?m)^(  onnx: \S+) .*$", r"\1", spec)
+    spec = re.sub(r"(?m)^(  (onnx|module): \S+) .*$", r"\1", spec)
     if not text:
-        return _Fitted(graph).write(spec, target, folder, samples)
-    hooks.write_text(_fit_detection(text, target, graph), encoding="utf-8")
+        return _Fitted(model).write(spec, target, folder, samples)
+    hooks.write_text(_fit_detection(text, target, model.graph), encoding="utf-8")
     return spec
 
 
@@ -129,10 +132,10 @@ def _sides(image: GraphTensor, graph: GraphInterface) -> tuple[int, int]:
 
 
 class _Fitted:
-    """Fields of a spec by the tensors of a graph."""
+    """Fields of a spec by the tensors of a model."""
 
-    def __init__(self, graph: GraphInterface) -> None:
-        self._graph = graph
+    def __init__(self, model: Described) -> None:
+        self._graph, self._ranges, self._of = graph, _, _ = model
         self._taken: set[str] = set()
         self._inputs = {self._name(tensor): tensor for tensor in graph.inputs}
         self._outputs = {self._name(tensor): tensor for tensor in graph.outputs}
@@ -175,14 +178,19 @@ class _Fitted:
     def _fields(self) -> Iterator[str]:
         if len(self._free) == 1:
             axis = json.dumps(self._free[0])
-            yield f"  axes: {{{axis}: {{max: {MAX_LENGTH}}}}}   # a longer row is rejected"
+            of = f", of: {json.dumps(self._of)}" if self._of else ""
+            yield f"  axes: {{{axis}: {{max: {MAX_LENGTH}{of}}}}}   # a longer row is rejected"
         elif self._free:
             yield f"  # Free axes: {', '.join(self._free)}. Return arrays of one size in"
             yield "  # preprocess, or declare the one that differs: axes: {NAME: {max: SIZE}}."
         yield "inputs:                      # one value a row"
         for name, tensor in self._inputs.items():
             is_file = name in self._images
-            yield f"  {name}: " + ("{type: bytes}   # an image file" if is_file else _field(tensor))
+            yield f"  {name}: " + (
+                "{type: bytes}   # an image file"
+                if is_file
+                else _field(tensor, self._ranges.get(tensor.name))
+            )
         yield "outputs:"
         metric = "   # metric: exact | max_difference | cosine | top1 | iou | function"
         for name, tensor in self._outputs.items():
@@ -199,7 +207,7 @@ class _Fitted:
                     row[name] = f"samples/{SAMPLES[number]}"
                     continue
                 shape = [sizes[a] if isinstance(a, str) else a for a in tensor.row_axes]
-                row[name] = _random_value(name, tensor, shape, random)
+                row[name] = _random_value(name, tensor, shape, random, self._ranges)
             yield row
             if sum(len(json.dumps(value)) for value in row.values()) > MAX_ELEMENTS:
                 return
@@ -232,7 +240,11 @@ class _Fitted:
 
 
 def _random_value(
-    name: str, tensor: GraphTensor, shape: Sequence[int], random: np.random.Generator
+    name: str,
+    tensor: GraphTensor,
+    shape: Sequence[int],
+    random: np.random.Generator,
+    ranges: Mapping[str, tuple[float, float]],
 ) -> Any:
     """Return a value for a row of the traffic, as JSON has it."""
     value: Any
@@ -241,19 +253,23 @@ def _random_value(
     elif tensor.kind in _TYPES:
         value = random.normal(size=shape).round(3)
     else:
-        value = random.integers(1, 10, shape)
+        low, high = ranges.get(tensor.name, (1, 9))
+        low = low if math.isfinite(low) else min(1, high)
+        value = random.integers(int(low), int(min(high, low + 9)) + 1, shape)
     return value.tolist() if list(shape) != [1] else value.item()
 
 
-def _field(tensor: GraphTensor) -> str:
-    """Return the declaration of an input or output."""
+def _field(tensor: GraphTensor, limits: tuple[float, float] | None = None) -> str:
+    """Return the declaration of an input or output, with its limits if known."""
     kind = "bool" if tensor.kind == "BOOL" else _TYPES.get(tensor.kind, "int")
     axes = [
         a if isinstance(a, int) else f"axis_{i}" if not re.fullmatch("[a-z][a-z0-9_]*", a) else a
         for i, a in enumerate(tensor.row_axes, start=1)
     ]
     shape = "" if axes == [1] else f", shape: [{', '.join(map(str, axes))}]"
-    return f"{{type: {kind}{shape}}}"
+    bounds = zip(("min", "max"), limits or (), strict=False)
+    more = "".join(f", {name}: {each:.17g}" for name, each in bounds if math.isfinite(each))
+    return f"{{type: {kind}{shape}{more}}}"
 
 
 def _function(

@@ -41,7 +41,8 @@ def load_module(spec: ModelSpec) -> Any:
 
     file, factory = spec.module_file, spec.model.factory
     try:
-        with quiet():
+        with quiet(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # weights that are not trained are the same in each process
             module = getattr(load_file(file, _MODULE_NAME), factory)()
     except (Exception, SystemExit) as error:
         raise _refused(

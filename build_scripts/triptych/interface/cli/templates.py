@@ -61,7 +61,7 @@ def new(
         str | None,
         typer.Argument(
             help=f"Task, or another built-in template (required without --template; `onnx` for an "
-            f"ONNX file): "
+            f"ONNX file or a module): "
             f"{', '.join(tasks())}."
         ),
     ] = None,
@@ -79,8 +79,9 @@ def new(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Model: a Hub id, package:NAME, a folder, or an ONNX file, whose inputs and "
-            "outputs are declared. Default: the example of the template."
+            help="Model: a Hub id, package:NAME, a folder, or an ONNX file or FILE.py:NAME of a "
+            "PyTorch module, whose inputs and outputs are declared. Default: the example of the "
+            "template."
         ),
     ] = None,
     hooks: Annotated[
@@ -90,6 +91,7 @@ def new(
     as_json: Json = False,
 ) -> None:
     """Write the folder of a new pipeline, and change no existing file."""
+    from triptych.core.own_scaffold import describe_model
     from triptych.spec.scaffold import scaffold
     from triptych.spec.template import TemplateChoice
 
@@ -112,7 +114,13 @@ def new(
                 remedy="Name the template with --template, or omit the option",
             )
     made = scaffold(
-        name, task=task, model=model, with_hooks=hooks, pipelines=pipelines, choice=choice
+        name,
+        task=task,
+        model=model,
+        with_hooks=hooks,
+        pipelines=pipelines,
+        describe=describe_model,
+        choice=choice,
     )
     if as_json:
         print_json(made.as_dict())
