@@ -131,7 +131,8 @@ def list_exceptions() -> str:
     """Return the table of the client's exceptions."""
     rows = [
         (f"`{kind.__name__}`", as_prose(first_sentence(kind.__doc__ or "")))
-        for kind in InferenceError.__subclasses__()
+        for base in InferenceError.__subclasses__()
+        for kind in (base, *base.__subclasses__())
     ]
     return render_table(("exception", "meaning"), rows)
 

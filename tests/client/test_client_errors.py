@@ -25,7 +25,6 @@ from triptych.client import (
     InferenceError,
     InvalidRequestError,
     OverloadedError,
-    PipelineFailedError,
     PipelineNotFoundError,
     PipelineNotReadyError,
     Retry,
@@ -261,7 +260,6 @@ def test_each_mistake_has_a_class_and_a_remedy(call: Call, toy: Toy) -> None:
     pair = {"text": ["a", "b"], "text_pair": ["c"]}
     urgent = {"parameters": {"priority": 1}}
     cases: dict[type[InferenceError], list[tuple[str, tuple[Any, ...], dict[str, Any]]]] = {
-        PipelineFailedError: [("the step is broken", ("toy", "embed", ["break"]), {})],
         PipelineNotFoundError: [
             ("'nothing' is not found", ("nothing", "embed", ["a"]), {}),
             ("is not found", ("nothing", "embed", ["a", "b"]), {}),

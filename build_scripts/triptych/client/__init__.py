@@ -8,6 +8,7 @@ from triptych.client.asynchronous import AsyncClient
 from triptych.client.connection import KeepAlive, Tls
 from triptych.client.errors import (
     AccessDeniedError,
+    BatchFailedError,
     BatchNeighborError,
     CanceledError,
     DeadlineExceededError,
@@ -32,6 +33,7 @@ __all__ = [
     "Answer",
     "AsyncClient",
     "AsyncGeneration",
+    "BatchFailedError",
     "BatchNeighborError",
     "CanceledError",
     "Choice",

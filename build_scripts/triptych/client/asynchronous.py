@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 
 from triptych.client import flows, tasks
 from triptych.client.connection import Connection, Opened
-from triptych.client.errors import InferenceError, InvalidRequestError
+from triptych.client.errors import InferenceError, RowError
 from triptych.client.flows import (
     CALL_HEADERS,
     Flow,
@@ -46,7 +46,7 @@ def _awaited_task(
     make: Callable[P, TaskCall[Whole, Row]],
 ) -> tuple[
     Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, Whole]],
-    Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, list[Row | InvalidRequestError]]],
+    Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, list[Row | RowError]]],
 ]:
     whole, each = task_flows(make)
     return _awaited(whole), _awaited(each)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from typing_extensions import Self
+
 from triptych.runtime.request_errors import (
     ENGINE_DIED,
     ENGINE_FAILED,
@@ -40,7 +42,7 @@ class InferenceError(Exception):
     def __str__(self) -> str:
         return self.message if self.row is None else f"row {self.row}: {self.message}"
 
-    def with_attempts(self, attempts: str) -> InferenceError:
+    def with_attempts(self, attempts: str) -> Self:
         """Return the error with a description of earlier attempts, or itself if there were none."""
         if not attempts:
             return self
@@ -92,6 +94,13 @@ class PipelineFailedError(InferenceError):
     """A step of the pipeline failed; the message is the server's."""
 
 
+class BatchFailedError(PipelineFailedError):
+    """A step failed on a whole batch; a row of another request may be the cause.
+
+    The client has sent each row again alone, if its `retry` allows it.
+    """
+
+
 class AccessDeniedError(InferenceError):
     """The server, or a proxy, requires a header that is missing or was rejected."""
 
@@ -107,6 +116,9 @@ class ServerUnreachableError(InferenceError):
     reason: str = ""
     remedy: str = ""
 
+
+RowError = InvalidRequestError | PipelineFailedError
+"""Error of a single row of a call."""
 
 _STEPS: dict[str, type[InferenceError]] = {
     INVALID_REQUEST: InvalidRequestError,
@@ -135,6 +147,8 @@ _TEXTS: tuple[tuple[str, str, type[InferenceError]], ...] = (
     ("INVALID_ARGUMENT", "_postprocess'. got input(s)", PipelineNotReadyError),
     ("RESOURCE_EXHAUSTED", "message larger than max", InvalidRequestError),
     ("INVALID_ARGUMENT", "incomplete string data", BatchNeighborError),
+    # The core returned fewer rows than the requests of a batch have.
+    ("UNIMPLEMENTED", "failed to split the output tensor", BatchFailedError),
 )
 _UNCODED = (
     # Errors of a proxy, which it sends as the name of a model.
@@ -149,6 +163,7 @@ _CODES: dict[str, type[InferenceError]] = {
     "INVALID_ARGUMENT": InvalidRequestError,
     "OUT_OF_RANGE": InvalidRequestError,
     "UNIMPLEMENTED": InvalidRequestError,
+    "INTERNAL": BatchFailedError,
     "DEADLINE_EXCEEDED": DeadlineExceededError,
     "CANCELLED": CanceledError,
     "NOT_FOUND": PipelineNotFoundError,
@@ -162,6 +177,7 @@ _REMEDIES: dict[type[InferenceError], str] = {
     PipelineNotFoundError: "Check the name, and that the server's repository contains it",
     PipelineNotReadyError: "Wait until the server reports the pipeline ready",
     AccessDeniedError: "Give the header in `headers`",
+    BatchFailedError: "A row of another request of its batch may be the cause, too",
 }
 _UNCONNECTED = re.compile(
     r"^(?:connections to all backends failing|failed to connect to all addresses); last error: "
@@ -248,7 +264,7 @@ def stream_error(text: str, *, url: str) -> InferenceError:
     """
     uncoded = ((part, code) for code, part, _ in _TEXTS)
     codes = (code for part, code in (*_UNCODED, *uncoded) if part in text.lower())
-    return status_error(next(codes, "INTERNAL"), text, url=url)
+    return status_error(next(codes, "UNKNOWN"), text, url=url)
 
 
 def _kind(code: str, message: str) -> type[InferenceError]:

@@ -34,6 +34,7 @@ from triptych.client.errors import (
     DeadlineExceededError,
     InferenceError,
     InvalidRequestError,
+    RowError,
     status_error,
 )
 from triptych.client.retry import Deadline, Retries, Retry
@@ -313,7 +314,7 @@ def infer(
         Array [rows, …] by output name, in the order of the rows; BYTES are objects, each `bytes`.
 
     Raises:
-        InferenceError: See its subclasses; `row` of an `InvalidRequestError` is the faulty row.
+        InferenceError: See its subclasses; `row` is the faulty row, if one is known.
     """
     return (yield from _infer(self, inputs, parameters, timeout_s, keep_going=False)).outputs()
 
@@ -324,11 +325,11 @@ def infer_each(
     *,
     parameters: Mapping[str, Parameter] | None = None,
     timeout_s: float | None = None,
-) -> Flow[list[RowOutputs | InvalidRequestError]]:
+) -> Flow[list[RowOutputs | RowError]]:
     """Return for each row its outputs, or the error why it was rejected.
 
-    Arguments and errors are those of `infer`, but a rejected row does not raise: the other rows of
-    its request are sent again without it.
+    Arguments and errors are those of `infer`, but a rejected row, or one that fails alone, does not
+    raise: the other rows of its request are sent again without it.
     """
     return (yield from _infer(self, inputs, parameters, timeout_s, keep_going=True)).each()
 
@@ -398,7 +399,7 @@ def task_flows(
     make: Callable[P, TaskCall[Whole, Row]],
 ) -> tuple[
     Callable[Concatenate[PipelineClient, P], Flow[Whole]],
-    Callable[Concatenate[PipelineClient, P], Flow[list[Row | InvalidRequestError]]],
+    Callable[Concatenate[PipelineClient, P], Flow[list[Row | RowError]]],
 ]:
     """Return two flows for the calls that `make` describes: all rows at once, and row by row."""
 
@@ -408,7 +409,7 @@ def task_flows(
 
     def each(
         self: PipelineClient, /, *args: P.args, **kwargs: P.kwargs
-    ) -> Flow[list[Row | InvalidRequestError]]:
+    ) -> Flow[list[Row | RowError]]:
         call = make(*args, **kwargs)
         if call.is_placeholder:
             return []

@@ -35,6 +35,10 @@ class Retry:
     doubles with every attempt up to `longest_pause_s`, so that many clients do not return at the
     same moment. No pause is begun that would outlast the deadline.
 
+    Rows of a request whose batch failed are sent again up to three times, each alone, with pauses
+    eight times as long each time. Each costs two retries of the budget. When it is spent, the error
+    is raised after a pause of up to `longest_pause_s`.
+
     Attributes:
         attempts: Maximum number of attempts of one request, including the first.
         first_pause_s: Limit of the first random pause in seconds.
@@ -143,7 +147,7 @@ class Retries:
         """
         retry = self._retry
         if retry is None or not isinstance(error, _RETRYABLE_ERRORS):
-            raise error.with_attempts(_describe_attempts(tried, "")) from None
+            raise error.with_attempts(describe_attempts(tried)) from None
         pause_s, attempts = retry.pause_s(len(tried)), retry.attempts
         if is_free := isinstance(error, OverloadedError):
             pause_s += error.again_s
@@ -157,22 +161,53 @@ class Retries:
         elif not is_free and not self._pay():
             reason = "the client's budget for more is spent"
         if reason:
-            raise error.with_attempts(_describe_attempts(tried, reason)) from None
+            raise error.with_attempts(describe_attempts(tried, reason)) from None
         return pause_s
 
-    def _pay(self) -> bool:
+    def pause_alone_s(self, rows: int, attempts: int, deadline: Deadline) -> tuple[float, bool]:
+        """Return the pause in seconds before rows of a failed batch are sent again, each alone.
+
+        The pauses grow fast, and without a budget the error is reported after the longest, so that
+        a client whose rows always fail meets few batches of others.
+
+        Args:
+            rows: Number of rows to send.
+            attempts: Number of attempts so far.
+            deadline: Deadline of the call.
+
+        Returns:
+            The pause, and whether the rows are sent after it: attempts, budget and deadline allow
+            it. Otherwise the error is reported after the pause.
+        """
+        retry = self._retry
+        if retry is None or attempts >= min(retry.attempts, _ALONE_ATTEMPTS):
+            return 0.0, False
+        left_s = deadline.at_s - time.monotonic()
+        pause_s = retry.pause_s(3 * attempts - 2)
+        if pause_s >= left_s:
+            return 0.0, False
+        if self._pay(_ALONE_COST * rows):
+            return pause_s, True
+        return min(retry.pause_s(_LONGEST), max(0.0, left_s / 2)), False
+
+    def _pay(self, cost: int = 1) -> bool:
         with self._lock:
-            if self._left < 1:
+            if self._left < cost:
                 return False
-            self._left -= 1
+            self._left -= cost
             return True
 
 
 _SEVERAL_SERVERS_FACTOR = 5
+_ALONE_ATTEMPTS = 4
+_LONGEST = 60
+"""Number of attempts after which a pause is the longest."""
+_ALONE_COST = 2
+"""Retries of the budget that a row sent alone costs: with a share of 0.2, one in ten requests."""
 _RETRYABLE_ERRORS = (OverloadedError, ServerUnreachableError, PipelineNotReadyError)
 
 
-def _describe_attempts(tried: Sequence[str], reason: str) -> str:
+def describe_attempts(tried: Sequence[str], reason: str = "") -> str:
     """Describe all attempts; empty for a single one without a reason to stop."""
     if len(tried) < 2 and not reason:
         return ""

@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 
 from triptych.client import flows, tasks
 from triptych.client.connection import Connection, Opened
-from triptych.client.errors import InferenceError, InvalidRequestError
+from triptych.client.errors import InferenceError, RowError
 from triptych.client.flows import (
     Flow,
     Pause,
@@ -73,7 +73,7 @@ def _blocking_task(
     make: Callable[P, TaskCall[Whole, Row]],
 ) -> tuple[
     Callable[Concatenate[Client, P], Whole],
-    Callable[Concatenate[Client, P], list[Row | InvalidRequestError]],
+    Callable[Concatenate[Client, P], list[Row | RowError]],
 ]:
     whole, each = task_flows(make)
     return _blocking(whole), _blocking(each)
@@ -248,6 +248,8 @@ class Client(PipelineClient):
                     call = send(request, timeout=remaining_s, metadata=self._metadata)
                     in_flight[call] = portion, opened
                     call.add_done_callback(ended.put)
+                if not (work.waiting or in_flight):
+                    return
                 full = len(in_flight) == self._max_in_flight
                 try:
                     call = ended.get(timeout=None if full else work.pause_s())

@@ -15,7 +15,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from numpy.typing import NDArray
 
-from triptych.client.errors import InvalidRequestError
+from triptych.client.errors import InvalidRequestError, RowError
 from triptych.client.wire import Parameter, PipelineConfig, Rows, check_rows
 
 
@@ -114,13 +114,11 @@ class TaskCall(Generic[Whole, Row]):
         self._raise_if_lacking(outputs)
         return self.read(outputs)
 
-    def each(
-        self, rows: Sequence[RowOutputs | InvalidRequestError]
-    ) -> list[Row | InvalidRequestError]:
+    def each(self, rows: Sequence[RowOutputs | RowError]) -> list[Row | RowError]:
         """Return for each row its result, or the error why it was rejected; raises as `whole`."""
-        results: list[Row | InvalidRequestError] = []
+        results: list[Row | RowError] = []
         for index, row in enumerate(rows):
-            if isinstance(row, InvalidRequestError):
+            if isinstance(row, RowError):
                 results.append(row)
             else:
                 self._raise_if_lacking(row)

@@ -17,14 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.client.errors import (
+    BatchFailedError,
     BatchNeighborError,
     DeadlineExceededError,
     InferenceError,
     InvalidRequestError,
     OverloadedError,
     PipelineFailedError,
+    RowError,
 )
-from triptych.client.retry import Deadline, Retries
+from triptych.client.retry import Deadline, Retries, describe_attempts
 from triptych.client.wire import (
     EncodedRows,
     Parameter,
@@ -53,12 +55,13 @@ class Portion:
     """Rows of a call (indexes in the caller's list) that are sent as one request.
 
     `tried` has the address of each failed attempt; the request is not sent before `due_s` on the
-    clock of `time.monotonic`.
+    clock of `time.monotonic`. With an `error` this is reported then, and nothing is sent.
     """
 
     rows: tuple[int, ...]
     tried: tuple[str, ...] = ()
     due_s: float = 0.0
+    error: PipelineFailedError | None = None
 
 
 def split_rows(rows: Sequence[int], sizes: Sequence[int], limit: int) -> list[tuple[int, ...]]:
@@ -119,7 +122,7 @@ class Work:
         """
         if encoded.refused and not keep_going:
             raise encoded.refused[min(encoded.refused)]
-        self.refused = dict(encoded.refused)
+        self.refused: dict[int, RowError] = dict(encoded.refused)
         self._pipeline = pipeline
         self._encoded = encoded
         self._parameters = parameters
@@ -153,10 +156,17 @@ class Work:
         return len(self._waiting)
 
     def take(self) -> Portion | None:
-        """Return the next request to send; None if none waits or its pause is not over."""
-        if not self._waiting or self._waiting[0].due_s > time.monotonic():
-            return None
-        return self._waiting.popleft()
+        """Return the next request to send; None if none waits or its pause is not over.
+
+        Raises:
+            PipelineFailedError: The pause before the report of an error is over.
+        """
+        while self._waiting and self._waiting[0].due_s <= time.monotonic():
+            portion = self._waiting.popleft()
+            if portion.error is None:
+                return portion
+            self._report(portion.rows, portion.error, portion.tried)
+        return None
 
     def pause_s(self) -> float | None:
         """Return the seconds until `take` has a request; None if only a response changes that."""
@@ -249,6 +259,11 @@ class Work:
         if isinstance(error, BatchNeighborError) and len(tried) < _MAX_BATCH_ATTEMPTS:
             self._waiting.appendleft(replace(portion, tried=tried))
             return
+        if isinstance(error, PipelineFailedError) and (
+            self._keep_going or isinstance(error, BatchFailedError)
+        ):
+            self._send_alone(portion.rows, error, tried)
+            return
         if isinstance(error, DeadlineExceededError):
             # `from None`: the status behind this error has no further information.
             raise self._deadline_error() from None
@@ -260,6 +275,40 @@ class Work:
             return
         self._postpone(replace(portion, tried=tried, due_s=time.monotonic() + pause_s))
 
+    def _send_alone(
+        self, rows: tuple[int, ...], error: PipelineFailedError, tried: tuple[str, ...]
+    ) -> None:
+        """Schedule the rows of a failed request again, each alone, or report them.
+
+        Raises:
+            PipelineFailedError: They are not sent again, unless it is one row and `keep_going`.
+        """
+        is_batch = isinstance(error, BatchFailedError)
+        pause_s = 0.0
+        # The error of a Python step concerns its request alone.
+        if is_batch or len(rows) > 1:
+            pause_s, is_paid = self._retries.pause_alone_s(len(rows), len(tried), self._deadline)
+            due_s = time.monotonic() + pause_s
+            if is_paid:
+                for row in rows:
+                    self._postpone(Portion((row,), tried, due_s))
+                return
+        if is_batch and pause_s:
+            self._postpone(Portion(rows, tried, due_s, error))
+        else:
+            self._report(rows, error, tried)
+
+    def _report(
+        self, rows: tuple[int, ...], error: PipelineFailedError, tried: tuple[str, ...]
+    ) -> None:
+        """Raise the error of a request, or keep it as that of its only row with `keep_going`."""
+        error = error.with_attempts(describe_attempts(tried))
+        if len(rows) == 1 and len(tried) > 1:
+            error.row = rows[0]
+        if len(rows) > 1 or not self._keep_going:
+            raise error from None
+        self.refused[rows[0]] = error
+
     def outputs(self) -> dict[str, NDArray[Any]]:
         """Return every output, [rows, …]; the entries of rejected rows are arbitrary.
 
@@ -270,7 +319,7 @@ class Work:
             raise self._overload
         return self._outputs
 
-    def each(self) -> list[dict[str, NDArray[Any]] | InvalidRequestError]:
+    def each(self) -> list[dict[str, NDArray[Any]] | RowError]:
         """Return for every row its outputs, or the error why it was rejected.
 
         Raises:

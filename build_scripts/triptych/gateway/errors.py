@@ -12,6 +12,7 @@ from pydantic_core import to_json
 
 from triptych.client import (
     AccessDeniedError,
+    BatchFailedError,
     BatchNeighborError,
     CanceledError,
     DeadlineExceededError,
@@ -92,6 +93,7 @@ _STATUSES: dict[type[InferenceError], tuple[int, str]] = {
     PipelineNotFoundError: (404, "model_not_found"),
     OverloadedError: (429, "rate_limit_exceeded"),
     PipelineFailedError: (500, "pipeline_failed"),
+    BatchFailedError: (500, "pipeline_failed"),
     # The gateway's own credentials, which its clients cannot change.
     AccessDeniedError: (502, "upstream_access_denied"),
     PipelineNotReadyError: (503, "pipeline_not_ready"),

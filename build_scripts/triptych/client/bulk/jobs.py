@@ -374,21 +374,21 @@ class TensorSender:
     async def _send_with_retries(
         self, rows: Sequence[Mapping[str, Any]], parameters: Mapping[str, Parameter]
     ) -> list[RowResult]:
+        results: list[RowResult] = []
         try:
             async with self.lock.shared():
-                return await self._send(rows, parameters)
+                results = await self._send(rows, parameters)
         except _ROW_ERRORS as error:
             if len(rows) == 1:
                 return [error]
         # One row may have failed the others, so send each alone; stop if none of many succeeds.
-        results: list[RowResult] = []
-        for row in rows:
+        for row in rows[len(results) :]:
             results += await self._send_with_retries([row], parameters)
             errors = [result for result in results if isinstance(result, InferenceError)]
             if len(errors) == len(results) == _MIN_FAILED_ROWS:
                 raise errors[0]
         failed = [row for row, result in enumerate(results) if isinstance(result, _BATCH_ERRORS)]
-        if failed:
+        if failed and len(rows) > 1:
             # A row of another chunk in the same batch on the server may be the cause.
             async with self.lock.exclusive():
                 for index in failed:
