@@ -113,7 +113,7 @@ def test_an_overload_is_read_with_its_pause(steps: Any) -> None:
             assert f"Try again in {1e3 * error.again_s:.0f} ms" in error.message
             pauses.append(error.again_s)
             assert error.with_attempts("twice").message.endswith(" twice")
-            assert error.with_attempts("twice").again_s == error.again_s  # type: ignore[attr-defined]
+            assert error.with_attempts("twice").again_s == error.again_s
     assert len(pauses) == 4
     assert min(pauses) > 0
 

@@ -343,8 +343,8 @@ def send_storm(server: Server) -> Counter[str]:
         return "OK"
 
     def is_over() -> bool:
-        enough = ended["canceled"] > 2000 and ended["OK"] > 100
-        return enough or server.find_crash(0.0) is not None
+        told = ended.total() - ended["canceled"] - ended["late"]
+        return (ended["canceled"] > 2000 and told > 100) or server.find_crash(0.0) is not None
 
     with ExitStack() as opened:
         channels = (grpc.insecure_channel(server.grpc_url, own) for _ in range(12))
@@ -367,14 +367,16 @@ def test_in_a_storm_of_cancellations_others_get_answers_or_a_time_to_retry(
         with running(Server(minilm_repository)) as server:
             ended = send_storm(server)
             crash = server.find_crash(1.0)
-        if crash is None:
-            break
+            if crash is None:
+                with Client("minilm_packed", server.grpc_url) as client:
+                    assert any(answers(client) for _ in range(5))
+                break
         # Triton 24.10 may abort when clients cancel within milliseconds (docker/README.md).
         assert "prior > 0" in crash.message or "SIGSEGV" in crash.message
     assert crash is None
-    assert ended.pop("OK") > 0
-    # A slow machine discards fewer requests than are canceled until its limit is reached.
-    assert all("[overloaded retry_after_ms=" in text for text in ended), ended
+    del ended["OK"]  # few: nothing tells the server that the others were canceled
+    others = [text for text in ended if "[overloaded retry_after_ms=" not in text]
+    assert not others, others
 
 
 @pytest.mark.long
