@@ -329,13 +329,8 @@ class Pipeline:
         """
         step = await self.step()
         if step is None or step.has_hooks:
-            raise invalid(
-                "truncate",
-                "must be true or left out without the tokenizer of the pipeline, and for one with "
-                "hooks",
-                "false",
-                "Leave it out, or start the gateway with the --repository of the server",
-            )
+            rule = "is only supported with --repository, and for pipelines without hooks"
+            raise invalid("truncate", rule, "false", "Leave it out")
         given = {**step.settings["parameters"], **({} if prompt is None else {"prompt": prompt})}
         found = await asyncio.to_thread(step.find_refused, columns, given)
         if found is not None:

@@ -71,29 +71,11 @@ class SentencePairs(_TeiBody):
     sentences: Lines
 
 
-class SimilarityParameters(_Inputs):
-    """Parameters of a request for similarities."""
-
-    prompt_name: str | None = None
-
-
 class SimilarityRequest(_TeiBody):
     """Request for the cosine similarity of a text to others."""
 
     inputs: SentencePairs
-    parameters: SimilarityParameters = SimilarityParameters()
-
-
-class RootRequest(RootModel[Any]):
-    """Request for what the pipeline is for, of the type of that endpoint."""
-
-    root: SkipValidation[EmbedRequest | SimilarityRequest | PredictRequest | TeiRerankRequest]
-
-
-class AnyRerankRequest(RootModel[Any]):
-    """Request of TEI, or with `documents` in place of `texts`, as for /v1/rerank."""
-
-    root: SkipValidation[TeiRerankRequest | RerankRequest]
+    parameters: dict[str, Any] = Field(default_factory=dict)  # those of EmbedRequest
 
 
 class TokenizeRequest(_TeiBody):
@@ -141,6 +123,10 @@ class Info(BaseModel):
     version: str
 
 
+RootRequest = RootModel[
+    SkipValidation[EmbedRequest | SimilarityRequest | PredictRequest | TeiRerankRequest]
+]
+AnyRerankRequest = RootModel[SkipValidation[TeiRerankRequest | RerankRequest]]
 Vectors = RootModel[list[list[float]]]
 Similarities = RootModel[list[float]]
 Ranks = RootModel[list[Rank]]
@@ -216,13 +202,13 @@ class Tei(Endpoints):
             await pipeline.check_lengths({"text": texts}, body.prompt_name)
         vectors = await pipeline.client.embed(
             texts,
-            dimensions=body.dimensions if body.normalize else None,
+            dimensions=body.dimensions,
             normalize_embeddings=body.normalize,
             encoding="float" if "encoding" in config.options else None,
             prompt=body.prompt_name,
         )
         if not body.normalize:
-            vectors = cut_others(vectors, body.dimensions)
+            check_not_normalized(vectors, body.dimensions)
         self._items.labels(pipeline.name).inc(len(texts))
         await pipeline.spend_tokens({"text": texts})
         plain: list[list[float]] = vectors.tolist()
@@ -230,9 +216,11 @@ class Tei(Endpoints):
 
     async def similarity(self, body: SimilarityRequest, name: str | None = None) -> list[float]:
         """Return the cosine similarity of a text to each of the others."""
-        given, parameters = body.inputs, body.parameters.model_dump()
-        texts = [given.source_sentence, *given.sentences]
-        vectors = np.array(await self.embed(EmbedRequest(inputs=texts, **parameters), name))
+        texts = [body.inputs.source_sentence, *body.inputs.sentences]
+        wanted = EmbedRequest.model_validate(
+            {**body.parameters, "inputs": texts, "normalize": True}
+        )
+        vectors = np.array(await self.embed(wanted, name))
         scores: list[float] = (vectors[1:] @ vectors[0]).tolist()
         return scores
 
@@ -352,16 +340,9 @@ _MAX_OFF_UNIT = 1e-3
 """Maximum difference from 1 of the length of a vector that the model has normalized."""
 
 
-def cut_others(vectors: NDArray[Any], dimensions: int | None) -> NDArray[Any]:
-    """Return the leading numbers of vectors [n, size] that the model does not normalize.
-
-    Raises:
-        ApiError: The model normalizes them, or they have fewer numbers.
-    """
-    if abs(np.linalg.norm(vectors, axis=1) - 1).max() < _MAX_OFF_UNIT:
-        rule = "must be true, because the model itself normalizes its vectors"
+def check_not_normalized(vectors: NDArray[Any], dimensions: int | None) -> None:
+    """Raise `ApiError` if the model normalizes its vectors [n, size], or if that is not known."""
+    is_unit = abs(np.linalg.norm(vectors, axis=1) - 1).max() < _MAX_OFF_UNIT
+    if is_unit or dimensions is not None:
+        rule = "must be true if the model itself normalizes its vectors, and with `dimensions`"
         raise invalid("normalize", rule, "false", "Leave it out")
-    size = vectors.shape[1]
-    if dimensions is not None and dimensions > size:
-        raise invalid("dimensions", f"must be at most {size}", str(dimensions), "Correct it")
-    return vectors[:, :dimensions]
