@@ -8,7 +8,7 @@ if [ ! -x "$venv/bin/pytest" ]; then
   PYTHONPATH=.cache/virtualenv python3 -m virtualenv --quiet "$venv"
   "$venv/bin/python" -m pip install --quiet --ignore-requires-python \
     --constraint build_scripts/constraints.txt \
-    --editable ".[build,fleet,parquet,tensorrt,text2text,demo,dev]"
+    --editable ".[build,parquet,tensorrt,text2text,demo,dev]"
 fi
 export PATH="$PWD/$venv/bin:$PATH" PYTHONPYCACHEPREFIX="$PWD/.cache/container-bytecode"
 exec "$venv/bin/python" -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder \
