@@ -120,7 +120,7 @@ def _search(module: torch.nn.Module, names: Sequence[str]) -> dict[str, _Form]:
     Raises:
         UserError: None are found.
     """
-    search = _Search(names, tuple(_forms(module)))
+    search = _CallSearch(names, tuple(_forms(module)))
     error: Exception | None = None
     for _ in range(_MAX_CALLS):
         chosen = search.choose({})
@@ -141,7 +141,7 @@ def _search(module: torch.nn.Module, names: Sequence[str]) -> dict[str, _Form]:
     ) from error
 
 
-class _Search:
+class _CallSearch:
     """Combinations of forms of several inputs, without those that contain one that failed."""
 
     def __init__(self, names: Sequence[str], forms: Sequence[_Form]) -> None:
