@@ -72,9 +72,13 @@ def read_interface(path: Path) -> GraphInterface:
     Raises:
         Exception: The file cannot be read; protobuf has no common class of errors.
     """
+    return interface_of(read_model(path, weights=False))
+
+
+def interface_of(model: Any) -> GraphInterface:
+    """Return the interface of an `onnx.ModelProto`."""
     import onnx
 
-    model = read_model(path, weights=False)
     weights = {tensor.name for tensor in model.graph.initializer}
     stored_apart = filter(onnx.external_data_helper.uses_external_data, model.graph.initializer)
     beside = {e.value for t in stored_apart for e in t.external_data if e.key == "location"}

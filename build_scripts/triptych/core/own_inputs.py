@@ -87,6 +87,7 @@ def read_own_inputs(
     requests = reader.read(traffic or spec.folder / TRAFFIC_FILE)
     runs = dict(zip(spec.models or [""], map(open_own_model, specs), strict=True))
     found = find_stages(spec, reader, requests[:KNOWN_ROWS], runs, rows=takes_rows(hooks, spec))
+    spec = found.spec
     for name, graph in found.graphs.items():
         source = spec.with_model(name).model.source
         progress("source", f"{source}: {_shown(graph.inputs)} to {_shown(graph.outputs)}")

@@ -8,7 +8,8 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from triptych.base.errors import UserError
-from triptych.base.onnx_graph import MODEL_FILE, read_interface, read_model
+from triptych.base.onnx_edges import to_served
+from triptych.base.onnx_graph import MODEL_FILE, interface_of, read_model
 from triptych.core.export.own_ranges import find_ranges
 from triptych.spec.scaffold_graph import Described
 
@@ -28,7 +29,7 @@ def describe_model(file: Path, factory: str) -> Described:
     from triptych.core.export.own_probe import AXIS, probe_module
 
     with TemporaryDirectory() as folder:
-        of = probe_module(file, factory, Path(folder))
+        of, scalars = probe_module(file, factory, Path(folder))
         found = _describe_graph(Path(folder) / MODEL_FILE)
     inputs = [
         tensor._replace(
@@ -39,12 +40,14 @@ def describe_model(file: Path, factory: str) -> Described:
         )
         for tensor in found.graph.inputs
     ]
-    return Described(found.graph._replace(inputs=tuple(inputs)), found.ranges, of)
+    return found._replace(graph=found.graph._replace(inputs=tuple(inputs)), of=of, scalars=scalars)
 
 
 def _describe_graph(file: Path) -> Described:
     try:
-        graph, model = read_interface(file), read_model(file, weights=False)
+        model = read_model(file, weights=False)
+        to_served(model)
+        graph = interface_of(model)
     except Exception as error:  # protobuf's error, or that of the file
         given = f"{file}: {' '.join(str(error).split())[:200]}"
         remedy = "Correct the path, or export the model again"
@@ -55,4 +58,4 @@ def _describe_graph(file: Path) -> Described:
     ranges = {
         name: (float(np.max(low)), float(np.min(high))) for name, (low, high) in bounds.items()
     }
-    return Described(graph, ranges, {})
+    return Described(graph, ranges)

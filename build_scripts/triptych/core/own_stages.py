@@ -20,7 +20,6 @@ from triptych.core.export.own_graph import (
     with_axis,
 )
 from triptych.core.own_chain import (
-    Runs,
     arrays_of,
     name_arrays,
     name_passed,
@@ -65,18 +64,20 @@ class Stages(NamedTuple):
         stages: Functions and models; a single model has an empty name.
         graphs: Interface of each model.
         rows: Core rows of each model.
+        spec: Spec of the pipeline, with `scalars` of each module.
     """
 
     stages: tuple[OwnStage, ...]
     graphs: Mapping[str, OwnGraph]
     rows: Mapping[str, Sequence[Sample]]
+    spec: ModelSpec
 
 
 def find_stages(
     spec: ModelSpec,
     reader: OwnReader,
     requests: Sequence[GateRequest],
-    runs: Runs,
+    runs: dict[str, RunGraph],
     *,
     rows: bool,
 ) -> Stages:
@@ -86,7 +87,8 @@ def find_stages(
         spec: Spec of the pipeline.
         reader: Reader of its requests.
         requests: Requests of one row each.
-        runs: Function that runs each model.
+        runs: Function that runs each model; that of a module is replaced by one that takes its
+            `scalars`.
         rows: Whether a function behind a model takes the inputs of the request.
 
     Raises:
@@ -113,7 +115,13 @@ def find_stages(
         here = {}
         for name in models:
             one = spec.with_model(name)
-            here[name] = read_interface(one, reader, requests, runs[name], make)
+            if one.model.onnx is not None:
+                here[name] = with_axis(one, read_graph(one))
+            else:
+                here[name], one, runs[name] = read_module_interface(one, reader, requests, make)
+                every = {**spec.models, name: one.model} if name else {}
+                first = next(iter(every.values()), one.model)
+                spec = spec.model_copy(update={"models": every, "model": first})
         names = name_arrays(here)
         run = partial(run_models, runs, names)
         own = OwnInterface(*arrays_of(here, names), takes_rows=rows)
@@ -135,33 +143,31 @@ def find_stages(
         if len(stages) < len(spec.steps):
             past = [tensor.name for tensor in own.past_core]
             results = [{**run(m.tensors), **{n: m.tensors[n] for n in past}} for m in made]
-    return Stages(tuple(stages), graphs, samples)
+    return Stages(tuple(stages), graphs, samples, spec)
 
 
 MakeRows = Callable[[OwnInterface, tuple[ModelNames, ...], Sequence[GateRequest]], list[CoreRows]]
 """Function that makes the rows of models with an interface."""
 
 
-def read_interface(
-    spec: ModelSpec,
-    reader: OwnReader,
-    requests: Sequence[GateRequest],
-    run: RunGraph,
-    make: MakeRows,
-) -> OwnGraph:
-    """Return the interface of the graph, or that of the module by its results on one row.
+def read_module_interface(
+    spec: ModelSpec, reader: OwnReader, requests: Sequence[GateRequest], make: MakeRows
+) -> tuple[OwnGraph, ModelSpec, RunGraph]:
+    """Return the interface of a module by its results on one row, the spec, and what runs it.
+
+    The spec has the `scalars` of the module.
 
     Raises:
         UserError: The model has a mistake, or `preprocess` fails.
     """
-    if spec.model.onnx is not None:
-        return with_axis(spec, read_graph(spec))
-    from triptych.core.export.own_module import input_names, load_module, read_module
+    from triptych.core.export import own_module
 
-    names = input_names(load_module(spec))
+    module = own_module.load_module(spec)
+    names = own_module.input_names(module)
     (made,) = make(OwnInterface((), ()), (), requests[:1])
     tensors = made.tensors
     arrays = unpack_arrays(tensors[PASSED]) if PASSED in tensors else tensors
+    is_sent = not arrays
     arrays = arrays or reader.named(requests[0], names)
     missing = [name for name in names if name not in arrays]
     if missing:
@@ -171,7 +177,16 @@ def read_interface(
             given=f"`forward` takes {missing[0]}; there are {', '.join(arrays) or 'none'}",
             remedy="Rename the argument or the array",
         )
-    return read_module(spec, run, {name: arrays[name] for name in names})
+    scalars = spec.model.scalars
+    if scalars is None:
+        scalars = [name for name in names if arrays[name].ndim == 1]
+    example = {n: a[:, None] if (a := arrays[n]).ndim == 1 else a for n in names}
+    if is_sent and spec.model.scalars is None:
+        known = [name for name in names if not spec.inputs[name].shape]
+        scalars = own_module.find_scalars(spec, module, example, known)
+    spec = own_module.with_scalars(spec, scalars)
+    run = own_module.open_module(spec, module)
+    return own_module.read_module(spec, run, example), spec, run
 
 
 def find_interface(

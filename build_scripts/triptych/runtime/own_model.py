@@ -418,6 +418,8 @@ class OwnRowMaker:
             array = np.asarray(value)
             if name in known:
                 dims = known[name]["dims"]
+                if array.ndim == 1 and list(dims) == [1]:
+                    array = array[:, None]
                 fits = array.ndim == 1 + len(dims) and all(
                     want in (-1, has) for want, has in zip(dims, array.shape[1:], strict=True)
                 )

@@ -80,6 +80,8 @@ class OwnModel(Frozen):
         weights: Weights of the module, as ``.safetensors`` or as a file of `torch.save` with a
             state dict. None: the module has its weights.
         outputs: Names of the tensors that `forward` returns, if it returns no dict.
+        scalars: Arguments of `forward` of the shape ``[batch]``. None: those that `preprocess`
+            returns so, and inputs without a shape if `forward` runs with them.
         axes: Axis of variable size by its name in the graph, at most one. Rows are padded with
             zeros to one of a few planned sizes.
     """
@@ -88,6 +90,7 @@ class OwnModel(Frozen):
     module: str | None = None
     weights: str | None = None
     outputs: list[str] = Field(default_factory=list)
+    scalars: list[str] | None = None
     axes: Annotated[dict[str, AxisField], Field(max_length=1)] = Field(default_factory=dict)
 
     @property
@@ -99,8 +102,8 @@ class OwnModel(Frozen):
     def _fits(self) -> OwnModel:
         if (self.onnx is None) is (self.module is None):
             raise ValueError("either onnx or module is required")
-        if self.module is None and (self.weights is not None or self.outputs):
-            raise ValueError("weights and outputs are only supported with module")
+        if self.module is None and (self.weights is not None or self.outputs or self.scalars):
+            raise ValueError("weights, outputs and scalars are only supported with module")
         if self.module is not None and not re.fullmatch(r"[^:]+\.py:[A-Za-z_]\w*", self.module):
             raise ValueError("module must have the form FILE.py:NAME, such as net.py:Net")
         return self

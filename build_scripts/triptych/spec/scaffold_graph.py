@@ -61,11 +61,13 @@ class Described(NamedTuple):
         graph: Inputs and outputs of the ONNX file, or of the graph of the module.
         ranges: Smallest and largest value of inputs that index tables, infinite without a limit.
         of: Number of the free axis for each input of a module that has it, with the batch as 0.
+        scalars: Inputs of a module of the shape ``[batch]``.
     """
 
     graph: GraphInterface
     ranges: Mapping[str, tuple[float, float]]
-    of: Mapping[str, int]
+    of: Mapping[str, int] = {}
+    scalars: Sequence[str] = ()
 
 
 def fit_graph(spec: str, target: Path, folder: Path, model: Described, samples: Path) -> str:
@@ -135,7 +137,7 @@ class _Fitted:
     """Fields of a spec by the tensors of a model."""
 
     def __init__(self, model: Described) -> None:
-        self._graph, self._ranges, self._of = graph, _, _ = model
+        self._graph, self._ranges, self._of, self._scalars = graph, *_ = model
         self._taken: set[str] = set()
         self._inputs = {self._name(tensor): tensor for tensor in graph.inputs}
         self._outputs = {self._name(tensor): tensor for tensor in graph.outputs}
@@ -176,6 +178,8 @@ class _Fitted:
         return name
 
     def _fields(self) -> Iterator[str]:
+        if self._scalars:
+            yield f"  scalars: {json.dumps(self._scalars)}   # of the shape [batch]"
         if len(self._free) == 1:
             axis = json.dumps(self._free[0])
             of = f", of: {json.dumps(self._of)}" if self._of else ""

@@ -12,12 +12,14 @@ from numpy.typing import NDArray
 
 from triptych.base.cache import cached_stage, code_hash, key_of, sha256_of, versions_of
 from triptych.base.errors import Progress, UserError
+from triptych.base.onnx_edges import to_served
 from triptych.base.onnx_graph import (
     MODEL_FILE,
+    GraphInterface,
     GraphTensor,
     hashes_of_graph,
+    interface_of,
     open_original,
-    read_interface,
     read_model,
     save_onnx,
 )
@@ -33,6 +35,7 @@ CODE = (
     "core/export/operators.py",
     "core/export/to_onnx.py",
     "base/onnx_graph.py",
+    "base/onnx_edges.py",
 )
 _DTYPES: Mapping[str, DType] = {
     "FLOAT": "FP32",
@@ -79,7 +82,9 @@ def read_graph(spec: ModelSpec) -> OwnGraph:
     """
     file = spec.model_file
     try:
-        graph = read_interface(file)
+        model = read_model(file, weights=False)
+        to_served(model)
+        graph = interface_of(model)
     except Exception as error:  # protobuf's error, or that of the file
         raise UserError(
             "model.onnx",
@@ -99,12 +104,35 @@ def read_graph(spec: ModelSpec) -> OwnGraph:
             given=f"no file {missing[0]} in {file.parent}",
             remedy="Copy the file that the export wrote beside the graph",
         )
-    files = (file, *(file.parent / name for name in graph.weight_files))
     return OwnGraph(
-        key_of("own_graph", {"files": [sha256_of(path) for path in files]}),
+        _hash(file, graph),
         tuple(_read_tensor(tensor, "input") for tensor in graph.inputs),
         tuple(_read_tensor(tensor, "output") for tensor in graph.outputs),
     )
+
+
+def _hash(file: Path, graph: GraphInterface) -> str:
+    files = (file, *(file.parent / name for name in graph.weight_files))
+    return key_of("own_graph", {"files": [sha256_of(path) for path in files]})
+
+
+def served_file(spec: ModelSpec) -> Path:
+    """Return the user's ONNX file, or its graph in the form of a core if it differs, cached."""
+    file = spec.model_file
+    try:
+        model = read_model(file, weights=False)
+        if not to_served(model):
+            return file
+    except Exception:  # of protobuf; `read_graph` reports it
+        return file
+    stage = {"model": _hash(file, interface_of(model)), "code": code_hash(*CODE)}
+
+    def work(target: Path) -> None:
+        model = read_model(file)
+        to_served(model)
+        save_onnx(model, target / MODEL_FILE)
+
+    return cached_stage("own_served", stage, work, lambda *_: None).folder / MODEL_FILE
 
 
 def _read_tensor(tensor: GraphTensor, kind: str) -> Tensor:
@@ -126,19 +154,7 @@ def _read_tensor(tensor: GraphTensor, kind: str) -> Tensor:
             remedy="Export it with this axis dynamic (torch.onnx.export: dynamic_shapes, or "
             "dynamic_axes), so that Triton can batch requests",
         )
-    check_axes(name, len(axes))
     return Tensor(name, dtype, tensor.row_axes)
-
-
-def check_axes(name: str, count: int) -> None:
-    """Raise a `UserError` for a tensor of the model without an axis besides the batch."""
-    if count < 2:
-        raise UserError(
-            f"model: {name}",
-            "must have two axes or more",
-            given=f"{count}",
-            remedy="Add an axis of size 1 behind the batch (unsqueeze)",
-        )
 
 
 def with_axis(spec: ModelSpec, graph: OwnGraph) -> OwnGraph:
@@ -208,7 +224,7 @@ def open_own_model(spec: ModelSpec, *, other_rounding: bool = False) -> RunGraph
         UserError: The model cannot be opened.
     """
     if spec.model.onnx is not None:
-        return open_graph(spec.model_file, optimize=not other_rounding)
+        return open_graph(served_file(spec), optimize=not other_rounding)
     from triptych.core.export.own_module import load_module, open_module
 
     return open_module(spec, load_module(spec), double=other_rounding)
@@ -254,7 +270,7 @@ def _set_sizes(values: Sequence[Any], plan: Plan) -> None:
 
 
 def find_own_graph(spec: ModelSpec, sha256: str, example: Arrays, progress: Progress) -> Path:
-    """Return the user's ONNX file, or that of an exported module, cached.
+    """Return the user's ONNX file in the form of a core, or that of an exported module, cached.
 
     Args:
         spec: Spec of the pipeline.
@@ -263,7 +279,7 @@ def find_own_graph(spec: ModelSpec, sha256: str, example: Arrays, progress: Prog
         progress: Receives the result of an export.
     """
     if spec.model.onnx is not None:
-        return spec.model_file
+        return served_file(spec)
     of = getattr(spec.model.axis[1], "of", {})
     stage: dict[str, object] = {
         "model": sha256,
@@ -272,6 +288,7 @@ def find_own_graph(spec: ModelSpec, sha256: str, example: Arrays, progress: Prog
             for name, value in example.items()
         },
         "axes": spec.model.model_dump(mode="json")["axes"],
+        "scalars": spec.model.scalars,
         "versions": versions_of("onnx", "torch", "onnxscript"),
         "code": code_hash(*CODE),
     }

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from triptych.base.cache import key_of, sha256_of
 from triptych.base.errors import UserError
+from triptych.base.onnx_edges import to_served
 from triptych.base.onnx_graph import MODEL_FILE, save_onnx
 from triptych.base.tensors import Tensor
 from triptych.core.export.own_graph import (
     OwnGraph,
     RunGraph,
-    check_axes,
     triton_type,
     with_axis,
 )
@@ -98,20 +98,98 @@ def open_module(spec: ModelSpec, module: Any, *, double: bool = False) -> RunGra
         module = module.double()
 
     def run(feed: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        tensors = [torch.from_numpy(np.require(feed[name], None, ("C", "W"))) for name in names]
+        arrays = _shaped(spec, feed, names)
+        tensors = [torch.from_numpy(np.require(each, None, ("C", "W"))) for each in arrays]
         tensors = [t.double() if double and t.is_floating_point() else t for t in tensors]
         try:
             with torch.inference_mode():
                 result = module(*tensors)
         except Exception as error:  # the user's own code
-            shapes = ", ".join(f"{name} {list(feed[name].shape)}" for name in names)
+            each = zip(names, arrays, strict=True)
+            shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in each)
             rule = f"must run on the arrays of preprocess: {shapes}"
             raise _refused(
                 "model.module", rule, error, "Correct `forward` or preprocess"
             ) from error
-        return {name: tensor.numpy() for name, tensor in _named(spec, result).items()}
+        found = {name: tensor.numpy() for name, tensor in _named(spec, result).items()}
+        return {n: array[:, None] if array.ndim == 1 else array for n, array in found.items()}
 
     return run
+
+
+def _shaped(
+    spec: ModelSpec, feed: Mapping[str, NDArray[Any]], names: Sequence[str]
+) -> list[NDArray[Any]]:
+    """Return arrays ``[rows, ...]`` in the shapes that `forward` takes."""
+    scalars = spec.model.scalars or ()
+    return [feed[name].reshape(-1) if name in scalars else feed[name] for name in names]
+
+
+def find_scalars(
+    spec: ModelSpec, module: Any, example: Mapping[str, NDArray[Any]], known: Sequence[str]
+) -> list[str]:
+    """Return the inputs without a shape that a module takes as ``[batch]``: all, or none.
+
+    Args:
+        spec: Spec of the pipeline.
+        module: The module.
+        example: Inputs ``[1, ...]`` of one row.
+        known: Names of the inputs without a shape.
+
+    If both forms run, the results choose the one that fits the declared outputs.
+
+    Raises:
+        UserError: Both forms run, with other results, and the outputs do not choose.
+    """
+    results = dict[tuple[str, ...], dict[str, NDArray[Any]]]()
+    for names in (list(known), list[str]()):
+        run = open_module(with_scalars(spec, names), module)
+        try:
+            alone, together = (
+                run({n: np.repeat(a, count, axis=0) for n, a in example.items()})
+                for count in (1, _ROWS)
+            )
+        except UserError:
+            continue
+        # Numbers [batch] that are added to [batch, 1] make [batch, batch].
+        if all(together[n].shape == (_ROWS, *a.shape[1:]) for n, a in alone.items()):
+            results[tuple(names)] = alone
+    fitting = [names for names, alone in results.items() if _fits(spec, alone)]
+    if len(fitting) == 1:
+        return list(fitting[0])
+    if len(results) == 2:
+        pairs = zip(*(each.values() for each in results.values()), strict=True)
+        if not all(a.size == b.size and np.allclose(a.ravel(), b.ravel()) for a, b in pairs):
+            raise _refused(
+                "model.scalars",
+                "must name the arguments of `forward` that have the shape [batch], because other "
+                "results follow if they have the shape [batch, 1]",
+                "nothing",
+                f"Add `scalars: [{', '.join(known)}]` to `model`, or `scalars: []` for [batch, 1]",
+            )
+    return list(next(iter(results), ()))
+
+
+def _fits(spec: ModelSpec, results: Mapping[str, NDArray[Any]]) -> bool:
+    """Return whether results have the names and shapes of the declared outputs."""
+    fields = spec.outputs
+    if len(results) == len(fields) == 1:
+        results = dict(zip(fields, results.values(), strict=True))
+    return all(
+        name in results
+        and results[name].ndim - 1 == len(field.shape or [1])
+        and all(
+            isinstance(a, str) or a == b
+            for a, b in zip(field.shape or [1], results[name].shape[1:], strict=True)
+        )
+        for name, field in fields.items()
+    )
+
+
+def with_scalars(spec: ModelSpec, names: Sequence[str]) -> ModelSpec:
+    """Return the spec of one model with the arguments of `forward` that have one axis."""
+    model = spec.model.model_copy(update={"scalars": list(names)})
+    return spec.model_copy(update={"model": model})
 
 
 def _named(spec: ModelSpec, result: Any) -> dict[str, Any]:
@@ -148,12 +226,15 @@ def read_module(spec: ModelSpec, run: RunGraph, example: Mapping[str, NDArray[An
         "files": [sha256_of(file) for file in files],
         "factory": spec.model.factory,
         "outputs": spec.model.outputs,
+        "scalars": spec.model.scalars,
     }
     return with_axis(spec, OwnGraph(key_of("own_module", key), tuple(inputs), tuple(outputs)))
 
 
 def _tensor(name: str, array: NDArray[Any]) -> Tensor:
-    check_axes(name, array.ndim)
+    if not array.ndim:
+        rule = f"must return tensors with the batch as first axis: {name}"
+        raise _refused("model.module", rule, "no axis", "Return one value for each row")
     return Tensor(name, triton_type(name, array), array.shape[1:])
 
 
@@ -187,7 +268,7 @@ def export_module(spec: ModelSpec, example: Mapping[str, NDArray[Any]], target: 
     axis_name, axis = spec.model.axis
     of = {} if axis is None else axis.of
     # Sizes 0 and 1 would become constants, too.
-    arrays = [np.repeat(example[name], _ROWS, axis=0) for name in names]
+    arrays = [np.repeat(array, _ROWS, axis=0) for array in _shaped(spec, example, names)]
     for _ in range(2):
         arrays = [_longer(a, of.get(n)) for n, a in zip(names, arrays, strict=True)]
     tensors = tuple(torch.from_numpy(array) for array in arrays)
@@ -206,5 +287,6 @@ def export_module(spec: ModelSpec, example: Mapping[str, NDArray[Any]], target: 
             f"{type(error).__name__}: {error}",
             "Remove branches on values and on the batch size from `forward`, or export it to ONNX",
         ) from error
+    to_served(proto)
     target.mkdir(parents=True, exist_ok=True)
     save_onnx(proto, target / MODEL_FILE)

@@ -83,8 +83,11 @@ class _Traced(torch.Tensor):
         return results
 
 
-def probe_module(file: Path, factory: str, target: Path) -> dict[str, int]:
-    """Export a module whose inputs are found by trial; return the number of its free axis by input.
+def probe_module(file: Path, factory: str, target: Path) -> tuple[dict[str, int], list[str]]:
+    """Export a module whose inputs are found by trial.
+
+    Returns:
+        The number of the free axis by input, and the inputs of the shape ``[batch]``.
 
     Args:
         file: Python file.
@@ -98,11 +101,13 @@ def probe_module(file: Path, factory: str, target: Path) -> dict[str, int]:
         "inputs": {"x": {"type": "float"}},
         "outputs": {"y": {"type": "float"}},
     }
-    model = OwnModel(module=f"{file.name}:{factory}")
+    model = OwnModel(module=f"{file.name}:{factory}", scalars=[])
     spec = ModelSpec(name="new", task="model", folder=file.parent, model=model, **fields)
     module = load_module(spec)
     with quiet(), torch.no_grad():
         found = _search(module, input_names(module))
+    model = model.model_copy(update={"scalars": [n for n, f in found.items() if not f.shape]})
+    spec = spec.model_copy(update={"model": model})
     arrays = {name: form.make(name) for name, form in found.items()}
     of = {n: form.shape.index(_FREE) + 1 for n, form in found.items() if _FREE in form.shape}
     if of and not _takes_padding(spec, module, arrays, of):
@@ -111,7 +116,7 @@ def probe_module(file: Path, factory: str, target: Path) -> dict[str, int]:
         axes = {AXIS: AxisField(max=MAX_LENGTH, of=of)}
         spec = spec.model_copy(update={"model": model.model_copy(update={"axes": axes})})
     export_module(spec, {name: array[:1] for name, array in arrays.items()}, target)
-    return of
+    return of, spec.model.scalars or []
 
 
 def _search(module: torch.nn.Module, names: Sequence[str]) -> dict[str, _Form]:
@@ -159,8 +164,9 @@ class _CallSearch:
         if len(chosen) == len(self._names) or self._steps > _MAX_STEPS:
             return chosen if len(chosen) == len(self._names) else None
         name = self._names[len(chosen)]
-        # A mask of one number would be broadcast, whatever it is a mask of.
-        for form in sorted(self._forms, key=lambda form: "mask" in name and form.start is None):
+        # Zeros in a mask would hide the other inputs.
+        forms = (form for form in self._forms if form.start == 1 or "mask" not in name)
+        for form in forms:
             more = {**chosen, name: form}
             failed = self._failed.get((name, form), ())
             if not any(each.items() <= more.items() for each in failed):
@@ -176,16 +182,16 @@ def _forms(module: torch.nn.Module) -> Iterator[_Form]:
     widths = {size for weight in weights for size in weight.shape[:2]}
     widths |= {a - b for a in widths for b in widths if a > b}  # of arrays that are concatenated
     known = sorted(widths - {1}) + [size for size in range(2, 33) if size not in widths]
-    shapes: list[tuple[int, ...]] = [(1,), *((width,) for width in known)]
+    shapes: list[tuple[int, ...]] = [(), (1,), *((width,) for width in known)]
     images = [weight.shape[1] for weight in weights if weight.ndim == 4]
     sounds = [weight.shape[1] for weight in weights if weight.ndim == 3]
     shapes += [(channels, side, side) for channels in images[:1] for side in _SIDES[:-1]]
     shapes += [(_FREE, width) for width in known[: len(widths)]]
     shapes += [(channels, 400) for channels in sounds[:1]]
-    yield from (_Form(None, shape) for shape in shapes[:1])
+    yield from (_Form(None, shape) for shape in shapes[:2])
     for start in (1, 0):
-        yield from (_Form(start, shape) for shape in ((_FREE,), (1,)))
-    yield from (_Form(None, shape) for shape in (*shapes[1:], (_FREE,), _SIDES[-1:]))
+        yield from (_Form(start, shape) for shape in ((), (_FREE,), (1,)))
+    yield from (_Form(None, shape) for shape in (*shapes[2:], (_FREE,), _SIDES[-1:]))
 
 
 def _call(module: torch.nn.Module, chosen: Mapping[str, _Form]) -> None:
