@@ -3,12 +3,15 @@
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,10 @@ from conftest import ROOT, write_pipeline
 from processes import eventually, regions
 from rights import without_rights
 from served_command import TRIPTYCH, endpoints_of, serving
+from triptych.building import kinds
+from triptych.building.kinds import STEPS
 from triptych.interface.cli import main
+from triptych.spec.kind import Kind
 
 
 def triptych(
@@ -135,6 +141,36 @@ def test_a_failed_gate_exits_with_1_and_is_accepted_with_a_reason(project: Comma
     assert [f["id"] for f in linted if f["severity"] == "warning"] == ["gate-accepted"]
 
 
+def test_a_build_of_several_builds_all_that_it_can(
+    project: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipelines = project.folder / "pipelines"
+    for name in ("strict", "crash", "typo"):
+        shutil.copytree(pipelines / "tiny", pipelines / name)
+    shutil.rmtree(pipelines / "typo")
+
+    steps = STEPS[Kind.ENCODER]
+
+    def read(spec: Any, *words: Any) -> Any:
+        if spec.name == "crash":
+            raise KeyError("lost")
+        return steps.read(spec, *words)
+
+    monkeypatch.setitem(kinds.STEPS, Kind.ENCODER, replace(steps, read=read))  # type: ignore[arg-type]
+    names = ("typo", "strict", "crash", "tiny")
+    code, output, errors = project.run("build", *names, "--json")
+    results = {each["pipeline"]: each for each in json.loads(output)}
+    assert (code, set(results)) == (2, set(names)), errors
+    assert {name for name, each in results.items() if "error" in each} == {"typo", "crash"}
+    assert "KeyError: 'lost'" in results["crash"]["error"]["given"]
+    table = errors.partition("Not built")[2]
+    assert re.findall(r"^│ (\w+)", table, re.MULTILINE) == ["typo", "crash"]
+    built = {path.name for path in (project.folder / "model_repository").iterdir()}
+    assert {"tiny", "strict"} <= built
+    code, _, errors = project.run("build", "typo")
+    assert (code, "Not built" in errors) == (2, False)
+
+
 def test_a_mistake_exits_with_2_and_no_trace(project: Commands) -> None:
     for words, expected in (
         ("inspect nope", "Pipelines here: tiny"),
@@ -159,6 +195,59 @@ def test_a_mistake_exits_with_2_and_no_trace(project: Commands) -> None:
     error = json.loads(done.stdout)["error"]
     assert set(error) == {"field", "rule", "given", "remedy"}
     assert "Traceback" not in done.stderr
+
+
+def test_an_error_that_is_no_mistake_ends_in_one_line_with_its_traceback_in_a_file(
+    project: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(project.folder))
+
+    def read(*_: Any) -> Any:
+        raise KeyError("lost\nand gone")
+
+    steps = replace(STEPS[Kind.ENCODER], read=read)
+    monkeypatch.setitem(kinds.STEPS, Kind.ENCODER, steps)  # type: ignore[arg-type]
+    code, output, errors = project.run("inspect", "tiny", "--json")
+    told = re.fullmatch(
+        r"error: `triptych inspect` ended with an error that it does not know\. Given: KeyError: "
+        r"'lost\\nand gone'\. The traceback is in (\S+)\. If nothing .* report .*\n",
+        errors,
+    )
+    assert told is not None, errors
+    assert code == 70
+    assert json.loads(output)["error"]["field"] == "triptych inspect"
+    text = Path(told[1]).read_text()
+    assert "'inspect', 'tiny'" in text
+    assert "raise KeyError" in text
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/no")  # as on a full disk
+    code, _, errors = project.run("inspect", "tiny")
+    assert (code, "raise KeyError" in errors, "The traceback is above" in errors) == (
+        70,
+        True,
+        True,
+    )
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("triptych.interface.cli.app", interrupt)
+    code, _, errors = project.run("list")
+    assert (code, errors) == (130, "interrupted\n")
+
+
+def test_a_folder_that_takes_no_files_is_named(project: Commands) -> None:
+    for words, option in (
+        ("build tiny --repository /proc/x", "--repository"),
+        ("build tiny --repository /proc/x/y", "--repository"),
+        ("build tiny --reports /proc/x", "--reports"),
+        ("engine tiny --repository /proc/x", "--repository"),
+        ("tune tiny --repository /proc/x", "--repository"),
+        ("key new a --keys /proc/x", "--keys"),
+    ):
+        code, _, errors = project.run(*words.split())
+        assert code == 2, (words, errors)
+        assert "cannot be created or written. Given: /proc: No such file" in errors, words
+        assert f"Name another folder with {option}" in errors, words
 
 
 def test_what_this_user_may_not_read_or_write_is_told_before_the_work(

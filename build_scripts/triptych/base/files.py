@@ -120,8 +120,13 @@ def _is_beside(error: OSError, folder: Path) -> bool:
     return shared == here.parent and file.relative_to(shared).parts[0].startswith(".")
 
 
-def as_user_error(error: OSError) -> UserError | None:
-    """Return the error of a file that this user may not use, or of a full disk; None for others."""
+def as_user_error(error: Exception) -> UserError | None:
+    """Return a mistake as it is, or that of a file that this user may not use, or of a full disk.
+
+    None for other errors.
+    """
+    if not isinstance(error, OSError):
+        return error if isinstance(error, UserError) else None
     file = str(error.filename2 or error.filename or "disk")
     if isinstance(error, PermissionError):
         return UserError(
@@ -155,8 +160,14 @@ def check_writable(folder: Path, setting: str = "") -> None:
         UserError: It cannot.
     """
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    with os_errors_as_user_errors(there, setting), tempfile.TemporaryFile(dir=there) as file:
-        file.write(bytes(4096))
+    try:
+        with os_errors_as_user_errors(there, setting), tempfile.TemporaryFile(dir=there) as file:
+            file.write(bytes(4096))
+    except OSError as error:  # such as that of a virtual file system
+        given = f"{there}: {error.strerror}"
+        another = f"Name another folder{f' with {setting}' if setting else ''}"
+        rule = "cannot be created or written"
+        raise UserError(str(folder), rule, given=given, remedy=another) from error
 
 
 def let_others_read(folder: Path) -> None:

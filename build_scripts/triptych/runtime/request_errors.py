@@ -120,8 +120,9 @@ class InternalError(StepError):
     def __init__(self, cause: BaseException) -> None:
         row = cause.row if isinstance(cause, HookFailure) else None
         numbers = {} if row is None else {ROW: row}
-        text = f"{type(cause).__name__}: {cause}. This is a bug of the pipeline."
-        super().__init__(text, **numbers)
+        function = re.match(r"hooks\.(\w+)", str(cause))
+        blame = f"Correct `{function[1]}` in hooks.py" if function else "This is a bug of the pipeline"
+        super().__init__(f"{type(cause).__name__}: {cause}. {blame}.", **numbers)
 
 
 class ReadError(NamedTuple):

@@ -1,7 +1,8 @@
 """The command line: options, output and exit codes, without domain logic.
 
 Exit codes: 0 success; 1 findings, a failed gate or a missed SLO; 2 invalid input; 130 an interrupt.
-Any other code is a bug.
+70 an error that
+Triptych does not know, with its traceback in a file.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import io
 import json
 import sys
 
-from triptych.base.errors import UserError
 from triptych.base.files import as_user_error
 from triptych.interface.cli import (  # noqa: F401  (their verbs)
     deploy,
@@ -24,8 +24,8 @@ from triptych.interface.cli import (  # noqa: F401  (their verbs)
     serve,
     templates,
 )
-from triptych.interface.cli.command import app
-from triptych.interface.cli.options import EXIT_MISTAKE, status
+from triptych.interface.cli.command import EXIT_INTERRUPTED, app
+from triptych.interface.cli.options import EXIT_MISTAKE, EXIT_UNKNOWN, keep_traceback, status
 
 __all__ = ["app", "main"]
 
@@ -38,11 +38,13 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
     try:
         app()
-    except (UserError, OSError) as caught:
-        error = as_user_error(caught) if isinstance(caught, OSError) else caught
-        if error is None:
-            raise
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED)
+    except Exception as caught:
+        known = as_user_error(caught)
+        error = known or keep_traceback(caught)
         if "--json" in sys.argv:
             print(json.dumps({"error": error.as_dict()}))
         status.print(f"error: {error.message}", style="red", markup=False)
-        sys.exit(EXIT_MISTAKE)
+        sys.exit(EXIT_MISTAKE if known else EXIT_UNKNOWN)

@@ -16,7 +16,7 @@ import typer
 
 from triptych.base.errors import UserError
 from triptych.base.extras import install_command
-from triptych.base.files import os_errors_as_user_errors, write_files
+from triptych.base.files import check_writable, os_errors_as_user_errors, write_files
 from triptych.gateway import MAX_BODY_MIB, MAX_ITEMS, PORT
 from triptych.interface.cli.command import verb
 from triptych.interface.cli.options import (
@@ -323,6 +323,7 @@ def key(
         )
     else:
         del entries[name]
+    check_writable(keys.parent, "--keys")
     with os_errors_as_user_errors(keys.parent):
         write_files(keys.parent, {keys.name: print_keys(content)}, is_private=True)
     if as_json:

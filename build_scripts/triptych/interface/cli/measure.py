@@ -290,6 +290,7 @@ def tune(
         overrides=tuple(overrides or ()),
     )
     check_writable(folder)
+    check_writable(folders.repository.parent, "--repository")
     check_writable(reports / name / "tune", "--reports")
     try:
         label = f"tuning {name}, at most {tuning.budget_s / 60:.0f} min"

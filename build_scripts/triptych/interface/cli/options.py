@@ -6,7 +6,10 @@ import json
 import os
 import re
 import signal
+import sys
+import tempfile
 import time
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -91,6 +94,7 @@ def print_table(
 
 EXIT_FINDINGS = 1
 EXIT_MISTAKE = 2
+EXIT_UNKNOWN = 70
 
 
 def _print_version(wanted: bool) -> None:
@@ -335,6 +339,27 @@ def fail(as_json: bool, result: dict[str, Any], message: str) -> NoReturn:
         print_json(result)
     status.print(f"failed: {message}", style="red", markup=False)
     raise typer.Exit(EXIT_FINDINGS)
+
+
+def keep_traceback(error: Exception) -> UserError:
+    """Write the traceback of an error that is no mistake of the user; return what to print."""
+    verb = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+    text = "".join(traceback.format_exception(error))
+    try:
+        number, file = tempfile.mkstemp(".txt", "triptych-error-", text=True)
+        with os.fdopen(number, "w", encoding="utf-8", errors="backslashreplace") as target:
+            target.write(f"{sys.argv}\n{text}")
+    except OSError:
+        status.print(text, markup=False)
+        file = "above"
+    given = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+    return UserError(
+        f"triptych {verb}",
+        "ended with an error that it does not know",
+        given=given,
+        remedy=f"The traceback is {f'in {file}' if file != 'above' else file}. If nothing that you "
+        "gave explains it, report an issue with it on the hosting page of the project",
+    )
 
 
 def print_json(value: Any) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from triptych.base.errors import Finding, UserError
-from triptych.base.files import check_writable
+from triptych.base.files import as_user_error, check_writable
 from triptych.interface.cli.command import verb
 from triptych.interface.cli.options import (
     EXIT_FINDINGS,
+    EXIT_MISTAKE,
+    EXIT_UNKNOWN,
     PIPELINES,
     REPORTS,
     REPOSITORY,
@@ -25,8 +28,10 @@ from triptych.interface.cli.options import (
     Reports,
     Repository,
     fail,
+    keep_traceback,
     output,
     print_json,
+    print_table,
     progress,
     show_progress,
     status,
@@ -182,14 +187,12 @@ def build(
 ) -> None:
     """Export a model, check its accuracy and write the repository.
 
-    Nothing is written unless every check passes.
+    Nothing of a pipeline is written unless every check passes. A pipeline that fails does not keep
+    the others from being built.
     """
     from triptych.building.build import build as build_pipeline
     from triptych.building.kinds import STEPS
-    from triptych.core.engine.stage import EngineFailure
-    from triptych.core.gate.cached import GateFailure
     from triptych.repository.card import CARD_FILE
-    from triptych.repository.lint.checks import LintFailure
     from triptych.spec.any_spec import load_any_spec
 
     if accept is not None and not accept.strip():
@@ -199,14 +202,17 @@ def build(
             given="an empty text",
             remedy="State why the failed gate is acceptable",
         )
-    # Every spec is read before the first build: a typo in the last one costs no time.
-    specs = [load_any_spec(folders.pipelines / name, overrides or ()) for name in names]
     reason = (accept or "").strip()
     if reports == REPORTS and folders.repository.name != REPOSITORY.name:
         reports = REPORTS / folders.repository.name  # not over the report of the current build
-    for spec in specs:
-        check_writable(reports / spec.name, "--reports")
-    results = []
+    builds = _Builds(len(names) == 1, reports, as_json)
+    specs = []
+    # Every spec is read before the first build: a typo in the last one is reported at once.
+    for name in names:
+        with builds.of(name):
+            spec = load_any_spec(folders.pipelines / name, overrides or ())
+            check_writable(reports / name, "--reports")
+            specs.append(spec)
     for number, spec in enumerate(specs):
         status.print(f"{spec.name}", style="bold", markup=False)
         following = [later.name for later in specs[number + 1 :]]
@@ -215,7 +221,7 @@ def build(
         def write(core: Any, report: dict[str, str] = report) -> None:
             report |= _report(core.plan, core.gate, reports)
 
-        try:
+        with builds.of(spec.name):
             with show_progress("build", f"building {spec.name}"):
                 built = build_pipeline(
                     STEPS[spec.kind].read(spec, progress),
@@ -226,23 +232,75 @@ def build(
                     engine_dry_run=not no_dry_run,
                     before_write=write,
                 )
+            if built.plan is not None:
+                card = folders.repository / spec.name / CARD_FILE
+                report["card"] = str(card)
+                progress("card", f"{card}: calls with curl, tritonclient and Python")
+            print_built(status, built)
+            builds.results.append(
+                {**built.as_dict(), "repository": str(folders.repository), **report}
+            )
+    builds.end()
+
+
+class _Builds:
+    """Results of `build`, in which a pipeline that fails does not end the others.
+
+    Args:
+        is_single: Whether there is one pipeline, whose failure ends the verb.
+        reports: Folder of the reports.
+        as_json: Whether the results are printed as JSON.
+    """
+
+    def __init__(self, is_single: bool, reports: Path, as_json: bool) -> None:
+        self.results: list[dict[str, Any]] = []
+        self._is_single = is_single
+        self._reports = reports
+        self._as_json = as_json
+        self._failed: dict[str, str] = {}
+        self._code = 0
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """Note an error of the block as that of a pipeline."""
+        from triptych.core.engine.stage import EngineFailure
+        from triptych.core.gate.cached import GateFailure
+        from triptych.repository.lint.checks import LintFailure
+
+        try:
+            yield
         except (GateFailure, EngineFailure) as failure:
             plan = failure.plan if isinstance(failure, GateFailure) else None
-            report = _report(plan, failure.gate, reports)
+            report = _report(plan, failure.gate, self._reports)
             print_failed_gate(status, failure.gate)
-            result = {"pipeline": spec.name, "gate": failure.gate.as_dict(), **report}
-            fail(as_json, result, str(failure))
+            self._note(name, str(failure), EXIT_FINDINGS, gate=failure.gate.as_dict(), **report)
         except LintFailure as failure:
             findings = [finding.as_dict() for finding in failure.findings]
-            fail(as_json, {"pipeline": spec.name, "findings": findings}, str(failure))
-        if built.plan is not None:
-            card = folders.repository / spec.name / CARD_FILE
-            report["card"] = str(card)
-            progress("card", f"{card}: calls with curl, tritonclient and Python")
-        print_built(status, built)
-        results.append({**built.as_dict(), "repository": str(folders.repository), **report})
-    if as_json:
-        print_json(results)
+            self._note(name, str(failure), EXIT_FINDINGS, findings=findings)
+        except Exception as caught:
+            if self._is_single:
+                raise
+            known = as_user_error(caught)
+            error = known or keep_traceback(caught)
+            code = EXIT_MISTAKE if known else EXIT_UNKNOWN
+            self._note(name, error.message, code, error=error.as_dict())
+
+    def _note(self, name: str, message: str, code: int, **result: Any) -> None:
+        result = {"pipeline": name, **result}
+        if self._is_single:
+            fail(self._as_json, result, message)
+        status.print(f"failed: {message}", style="red", markup=False)
+        self.results.append(result)
+        self._failed[name], self._code = message, self._code or code
+
+    def end(self) -> None:
+        """Print the results and a table of what failed, and exit with the code of the first."""
+        if self._as_json:
+            print_json(self.results)
+        heads = ("pipeline", "reason")
+        print_table(status, "Not built", heads, self._failed.items(), text_columns=range(2))
+        if self._failed:
+            raise typer.Exit(self._code)
 
 
 def _report(plan: Plan | None, gate: GateResult, folder: Path) -> dict[str, str]:
