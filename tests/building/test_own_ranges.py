@@ -165,6 +165,85 @@ def test_rows_out_of_range_fail_no_request_of_another_client(name: str, server: 
     assert all(refused[name] in each for each in errors[0])
 
 
+BAD = 100
+"""A value that no range describes: the graph divides integers by its distance from 100."""
+BAD_REQUESTS = 10
+"""Number of requests with it of each of the two other clients, which send each once."""
+PATIENT = Retry(attempts=10**6, first_pause_s=0.001, longest_pause_s=0.01, budget=10**6)
+
+
+@pytest.fixture(scope="module")
+def divider(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Serve a graph that fails for one value."""
+    base = tmp_path_factory.mktemp("divider")
+    folder = base / "pipelines/divide"
+    folder.mkdir(parents=True)
+    nodes = [
+        NODE("Sub", ["amount", "bad"], ["distance"]),
+        NODE("Div", ["whole", "distance"], ["quotient"]),
+        NODE("Cast", ["quotient"], ["share"], to=FLOAT),
+    ]
+    weights = {"whole": np.array([[1000]]), "bad": np.array([[BAD]])}
+    inputs, outputs = [MAKE("amount", INT64, ["n", 1])], [MAKE("share", FLOAT, ["n", 1])]
+    save_graph(folder / "net.onnx", nodes, inputs, outputs, weights)
+    hooks = "def preprocess(rows):\n    return {n: v[:, None] for n, v in rows.items()}\n"
+    (folder / "hooks.py").write_text(hooks)
+    write_rows(folder, [{"amount": i % 7 + 1} for i in range(24)])
+    spec = {
+        "task": "model",
+        "model": {"onnx": "net.onnx"},
+        "inputs": {"amount": {"type": "int"}},
+        "outputs": {"share": {"type": "float"}},
+    }
+    (folder / "pipeline.yaml").write_text(json.dumps(spec))
+    build_own(base, "divide")
+    with Server(base / "repository") as server:
+        yield server
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("way", ["client", "gateway"])
+def test_rows_that_no_range_describes_fail_no_request_of_another_client(
+    way: str, divider: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a failed batch one request at least is bad, so there are fewer such batches than attempts.
+
+    This holds at any speed of the machine.
+    """
+    monkeypatch.setattr(retry, "_ALONE_ATTEMPTS", 2 * BAD_REQUESTS + 2)
+    expected = [1000 // (amount - BAD) + (amount != BAD) for amount in range(1, 8)]
+    with ExitStack() as stack:
+        if way == "gateway":
+            monkeypatch.setattr(flows, "_RETRY", PATIENT)
+            kwdefaults = flows.PipelineClient.__init__.__kwdefaults__
+            monkeypatch.setitem(kwdefaults, "retry", PATIENT)
+            url = stack.enter_context(served_app(divider.grpc_url, "divide"))
+            http = stack.enter_context(httpx2.Client(base_url=url, timeout=300))
+        client = stack.enter_context(Client("divide", divider.grpc_url, retry=PATIENT))
+        bad = stack.enter_context(Client("divide", divider.grpc_url, retry=None))
+
+        def share(amount: int) -> float:
+            if way == "client":
+                return float(client.infer({"amount": [amount]})["share"][0, 0])
+            body = {"rows": [{"amount": amount}]}
+            answer = http.post("/v1/pipelines/divide", json=body)
+            assert answer.status_code == 200, answer.text
+            return float(answer.json()["rows"][0]["share"])
+
+        def ask(is_good: bool) -> list[float]:
+            if is_good:
+                return [share(index % 7 + 1) for index in range(ROWS_OF_A_CLIENT)]
+            for _ in range(BAD_REQUESTS):
+                with pytest.raises(BatchFailedError, match="division by zero"):
+                    bad.infer({"amount": [BAD]})
+            return []
+
+        pool = stack.enter_context(ThreadPoolExecutor(14))
+        answers = list(pool.map(ask, [index >= 2 for index in range(14)]))
+    wanted = [expected[index % 7] for index in range(ROWS_OF_A_CLIENT)]
+    assert answers[2:] == [wanted] * 12
+
+
 @pytest.mark.server
 def test_a_range_of_the_spec_names_row_field_and_value(server: Any) -> None:
     with Client("module", server.grpc_url) as client:

@@ -222,6 +222,16 @@ def test_a_config_that_is_not_that_of_the_weights_is_refused(tmp_path: Path) -> 
     check_refused(words, load_model, tmp_path / "pvt", "AutoModelForImageClassification")
 
 
+def test_a_config_that_asks_for_tuples_changes_nothing(tmp_path: Path) -> None:
+    config = transformers.BertConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=9
+    )
+    transformers.BertModel(config).save_pretrained(tmp_path)
+    change(tmp_path / "config.json", return_dict=False, torchscript=True)
+    model = load_model(tmp_path, "AutoModel")
+    assert model(torch.tensor([[1, 2]])).last_hidden_state.shape == (1, 2, 8)
+
+
 def test_a_weight_that_is_no_number_is_named(tmp_path: Path) -> None:
     models.save_model("bert", "AutoModel", tmp_path)
     broken = transformers.AutoModel.from_pretrained(tmp_path)

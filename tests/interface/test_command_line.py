@@ -101,7 +101,7 @@ def test_new_lists_the_tasks(tmp_path: Path) -> None:
     for task in tasks():
         assert task in listed
     for words, said in (
-        ([], "Given: nothing. Choose one of: audio-classification, "),
+        ([], ". Choose one of: audio-classification, "),
         (["rerank"], "Did you mean `reranking`? Choose"),
     ):
         assert said in refused("new", "a", *words, "--pipelines", tmp_path).message

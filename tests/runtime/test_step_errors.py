@@ -13,7 +13,9 @@ import pytest
 
 import triptych.runtime
 from client_toy import wait_until
+from triptych.base.errors import UserError
 from triptych.client import (
+    BatchFailedError,
     CanceledError,
     InferenceError,
     InvalidRequestError,
@@ -157,7 +159,7 @@ def test_what_has_no_known_code_is_read_by_its_status() -> None:
         ("UNAVAILABLE", "[new_code row=1] It is full", ServerUnreachableError),
         ("INVALID_ARGUMENT", "[Given] is no code", InvalidRequestError),
         ("UNAVAILABLE", "Exceeds maximum queue size", OverloadedError),
-        ("INTERNAL", "the server is stopping", PipelineFailedError),
+        ("INTERNAL", "the server is stopping", BatchFailedError),
         ("INVALID_ARGUMENT", f"{FEW} 'topics'. Got input(s) []", InvalidRequestError),
         ("INVALID_ARGUMENT", f"{FEW} 'topics_core'. Got input(s) []", PipelineNotReadyError),
         ("CANCELLED", "CANCELLED", ServerUnreachableError),
@@ -166,3 +168,17 @@ def test_what_has_no_known_code_is_read_by_its_status() -> None:
         assert type(status_error(status, said, url=URL)) is kind, said
     for body in ("", "{", "[]", "{}", '{"error": 7}', '{"error": "is full"}'):
         assert error_code(body) is None
+
+
+def test_an_error_of_a_function_of_the_user_names_it() -> None:
+    wrong = "hooks.preprocess: `images` must have the shape [1, 3, 64, 64], it has [1, 3, 9, 9]"
+    assert faults.InternalError(RuntimeError(wrong)).text.endswith(
+        "Correct `preprocess` in hooks.py."
+    )
+    assert "bug of the pipeline" in faults.InternalError(KeyError("lost")).text
+    assert faults.RequestError("text", "is required", "nothing", "Add it").text == (
+        "`text` is required. Add it."
+    )
+    assert UserError("text", "is required", given="nothing", remedy="Add it").message == (
+        "`text` is required. Add it."
+    )

@@ -19,7 +19,8 @@ from triptych.base.errors import UserError
 from triptych.core.export.to_onnx import load_model
 from triptych.spec.fields import ModelSource
 from triptych.spec.model_info import Dense, Loader, Normalize
-from triptych.spec.model_source import AFTER_PADDING, locate, read_model_info
+from triptych.spec.fields import EncoderSource
+from triptych.spec.model_source import AFTER_PADDING, find_folder, locate, read_model_info
 from triptych.spec.model_tokenizer import read_tokenizer
 
 pytestmark = pytest.mark.build
@@ -443,3 +444,11 @@ def test_code_of_a_model_is_refused_and_never_runs(
     (model / "modules.json").unlink()
     assert locate(source, tmp_path) == model
     assert not marker.exists()
+
+
+def test_a_model_without_its_owner_is_named_with_it(tmp_path: Path) -> None:
+    for name, owner in (("bert-base-uncased", "google-bert"), ("gpt2", "openai-community")):
+        message = f"Given: {name}. Did you mean `{owner}/{name}`?"
+        check_refused(message, find_folder, EncoderSource(source=name), tmp_path)
+    for name in ("./bert-base-uncased", "nothing-known"):
+        check_refused("Correct the path", find_folder, EncoderSource(source=name), tmp_path)

@@ -259,7 +259,6 @@ class ChannelFactory:
             raise UserError(
                 "tls.server_name",
                 "is required if `url` has several addresses",
-                given="nothing",
                 remedy="Give the name in the servers' certificate",
             )
         # Credentials are read once, because channels with equal credentials share connections.

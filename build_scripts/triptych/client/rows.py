@@ -81,7 +81,6 @@ def read_input_rows(
             raise UserError(
                 "--out",
                 f"is required for a {table.suffix} file",
-                given="nothing",
                 remedy=f"Write for example --out {file.stem}.answers{table.suffix}",
             )
         if not isinstance(table, PlainText):

@@ -84,7 +84,8 @@ def as_json(value: object) -> str:
 
 def invalid(field: str, rule: str, given: str, remedy: str, *, status: int = 400) -> ApiError:
     """Return the error of a request whose `field` breaks a rule."""
-    message = f"`{field}` {rule}. Given: {given:.{_MAX_SHOWN}}. {remedy}."
+    shown = "" if given == "nothing" else f" Given: {given:.{_MAX_SHOWN}}."
+    message = f"`{field}` {rule}.{shown} {remedy}."
     return ApiError(status, "invalid_value", message, param=field)
 
 
@@ -151,9 +152,9 @@ def from_validation(error: ValidationError) -> ApiError:
     rule = first["msg"].removeprefix("Value error, ").partition(" or instance of")[0].rstrip(".")
     if first["type"] == "extra_forbidden":
         rule = "is not supported by this endpoint"
-    no_value = {"missing": "nothing", "json_invalid": "other bytes"}.get(first["type"])
-    given = as_json(first["input"]) if no_value is None else no_value
-    message = f"`{name}`: {rule}. Given: {given}. See /openapi.json for the type of the request."
+    no_value = {"missing": "", "json_invalid": " Given: other bytes."}.get(first["type"])
+    shown = f" Given: {as_json(first['input'])}." if no_value is None else no_value
+    message = f"`{name}`: {rule}.{shown} See /openapi.json for the type of the request."
     status = 400 if first["type"] == "json_invalid" else 422
     return ApiError(status, "invalid_value", message, param=name)
 

@@ -75,7 +75,8 @@ class SimilarityRequest(_TeiBody):
     """Request for the cosine similarity of a text to others."""
 
     inputs: SentencePairs
-    parameters: dict[str, Any] = Field(default_factory=dict)  # The fields are those of EmbedRequest.
+    # The fields are those of EmbedRequest.
+    parameters: dict[str, Any] = Field(default_factory=dict)
 
 
 class TokenizeRequest(_TeiBody):

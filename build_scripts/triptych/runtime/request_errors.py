@@ -61,7 +61,8 @@ class RequestError(StepError):
         self, field: str, rule: str, given: object, remedy: str, row: int | None = None
     ) -> None:
         numbers = {} if row is None else {ROW: row}
-        super().__init__(f"`{field}` {rule}. Given: {given}. {remedy}.", **numbers)
+        shown = "" if given == "nothing" else f" Given: {given}."
+        super().__init__(f"`{field}` {rule}.{shown} {remedy}.", **numbers)
 
     def __str__(self) -> str:
         return f"row {self.numbers[ROW]}: {self.text}" if ROW in self.numbers else self.text
@@ -121,7 +122,9 @@ class InternalError(StepError):
         row = cause.row if isinstance(cause, HookFailure) else None
         numbers = {} if row is None else {ROW: row}
         function = re.match(r"hooks\.(\w+)", str(cause))
-        blame = f"Correct `{function[1]}` in hooks.py" if function else "This is a bug of the pipeline"
+        blame = (
+            f"Correct `{function[1]}` in hooks.py" if function else "This is a bug of the pipeline"
+        )
         super().__init__(f"{type(cause).__name__}: {cause}. {blame}.", **numbers)
 
 

@@ -251,9 +251,34 @@ def find_folder(model: ModelSource, pipeline_folder: Path) -> Path:
             "model.source",
             "must be a folder, a Hub id `owner/name`, or `package:<module>/<folder>`",
             given=model.source,
-            remedy="Correct the path; relative paths start at the folder of the pipeline",
+            remedy=_with_owner(model.source)
+            or "Correct the path; relative paths start at the folder of the pipeline",
         )
     return hub_folder(model)
+
+
+_OWNERS = {
+    "albert-": "albert",
+    "all-": "sentence-transformers",
+    "bert-": "google-bert",
+    "distilbert-": "distilbert",
+    "distilgpt2": "distilbert",
+    "distilroberta-": "distilbert",
+    "gpt2": "openai-community",
+    "multi-qa-": "sentence-transformers",
+    "paraphrase-": "sentence-transformers",
+    "roberta-": "FacebookAI",
+    "t5-": "google-t5",
+    "xlm-roberta-": "FacebookAI",
+    "xlnet-": "xlnet",
+}
+"""Owner of the models on the Hub that had no owner in their id, by the beginning of their names."""
+
+
+def _with_owner(source: str) -> str:
+    """Return a question with the Hub id of a model whose owner is not given, if it is known."""
+    owner = next((_OWNERS[start] for start in _OWNERS if source.startswith(start)), "")
+    return f"Did you mean `{owner}/{source}`?" if owner and "/" not in source else ""
 
 
 def _package_folder(source: str) -> Path:

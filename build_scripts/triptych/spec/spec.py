@@ -348,7 +348,7 @@ def _problem(model: type[BaseModel], field: str, details: Sequence[ErrorDetails]
     first = details[0]
     given = first["input"]
     if first["type"] == "missing":
-        return UserError(field, "is required", given="nothing", remedy="Add it")
+        return UserError(field, "is required", remedy="Add it")
     if first["type"] == "extra_forbidden":
         known = _fields_at(model, first["loc"][:-1])
         remedy = f"{_meant(model, first['loc'], known)}Fields here: {', '.join(known)}"

@@ -363,7 +363,6 @@ def max_length_of(spec: GenerationSpec | Text2TextSpec, info: GenerationInfo) ->
         raise UserError(
             field,
             "is required, because the model's files have no limit",
-            given="nothing",
             remedy="Set it to the tokens of the longest prompt with its answer, such as 4096",
         )
     if wanted is not None and wanted > info.max_length:

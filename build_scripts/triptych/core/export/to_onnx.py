@@ -64,6 +64,7 @@ def load_model(folder: Path, auto_class: str) -> Any:
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
                 trust_remote_code=False,
+                return_dict=True,  # whatever the config says
             )
     except Exception as error:
         raise UserError(

@@ -216,7 +216,6 @@ def infer(
         raise UserError(
             "--out",
             "is required with options about columns and cells",
-            given="nothing",
             remedy="Add --out FILE",
         )
     limit_s = TIMEOUT_S if timeout_s is None else timeout_s

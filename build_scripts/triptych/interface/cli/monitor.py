@@ -278,7 +278,6 @@ def _keep_hours(spec: CompiledSpec) -> float:
         raise UserError(
             "serving.sample",
             "is missing, so servers sample no rows",
-            given="nothing",
             remedy="Write `sample: {rate: 0.001}` below serving in pipeline.yaml, build and serve",
         )
     return spec.serving.sample.retention_hours
