@@ -120,6 +120,14 @@ def test_calls_of_tools_are_answers_and_parts_of_a_conversation(api: openai.Open
     assert streamed.message.content == choice.message.content
     assert streamed.finish_reason == "tool_calls"
     assert [each.function.arguments for each in streamed.message.tool_calls] == ['{"id": 7}']
+    parts = [
+        part.choices[0]
+        for part in api.chat.completions.create(**words, messages=asked, stream=True)
+    ]
+    assert all(
+        part.finish_reason or part.delta.role or part.delta.content or part.delta.tool_calls
+        for part in parts
+    )
     result = {"role": "tool", "tool_call_id": made.id, "content": "It is here."}
     asked = [PLAIN[0], choice.message, result]
     (last,) = api.chat.completions.create(**words, messages=asked).choices

@@ -71,7 +71,18 @@ def test_a_required_call_is_a_schema_of_the_whole_answer() -> None:
         assert (text, finish, call["function"]["name"]) == ("", "tool_calls", "find")
     _, calls = choose_tools(tools, "required")
     assert calls is not None
-    assert calls.add('{"name"', "length") == ('{"name"', [], "length")
+    assert calls.add('{"name"', "length") == ("", [], "length")
+    for answer, arguments in (
+        ('{"name": "find"', ""),
+        ('{"name": "find", "arguments": {"id": [7', '{"id": [7'),
+        ('{"name":"find","arguments":', ""),
+    ):
+        _, calls = choose_tools(tools, "required")
+        assert calls is not None
+        assert calls.add(answer[:9], "") == ("", [], "")
+        text, (call,), finish = calls.add(answer[9:], "length")
+        assert (text, finish, calls.count) == ("", "length", 1)
+        assert call["function"] == {"name": "find", "arguments": arguments}
     assert choose_tools(tools, "none") == ([], None)
     wrong: tuple[tuple[list[Tool], Any], ...] = (([], "required"), (tools, named("other")))
     for given, choice in wrong:

@@ -365,7 +365,9 @@ async def _events(
                     **form.delta(chunk.text, chunk.finish_reason),
                     "logprobs": form.logprobs(chunk.logprobs),
                 }
-                yield _event({**head, "choices": [choice], **nothing})
+                is_empty = choice.get("delta") == {} and not choice["finish_reason"]
+                if not is_empty or choice["logprobs"] or options.continuous_usage_stats:
+                    yield _event({**head, "choices": [choice], **nothing})
                 chunk = await anext(generation, None)
             if options.include_usage:
                 yield _event({**head, "choices": [], "usage": _usage(usage)})

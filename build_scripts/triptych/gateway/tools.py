@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,6 +13,8 @@ from triptych.gateway.errors import invalid
 from triptych.gateway.http import Body
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
+_CUT = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"]*)"(?:\s*,\s*"arguments"\s*:\s*(.*))?', re.DOTALL)
+"""Beginning of a call that the limit of tokens has cut after its name."""
 
 
 class Function(Body):
@@ -90,10 +93,13 @@ class CallSplitter:
         """
         self._held += text
         if self.schema is not None:
-            call = self._read(self._held) if finish else None
+            if not finish:
+                return "", [], ""
+            call = self._read(self._held)
             if call is not None:
                 return "", [call], "tool_calls"
-            return self._held if finish else "", [], finish
+            cut = _CUT.match(self._held)  # the arguments, as far as the answer has them
+            return "", [] if cut is None else [self._call(cut[1], cut[2] or "")], finish
         shown, calls = "", []
         while (end := self._held.find(_END)) >= 0:
             before, _, content = self._held[:end].partition(_BEGIN)
@@ -118,10 +124,13 @@ class CallSplitter:
         """Return the call that JSON contains; None if it is none."""
         try:
             call = json.loads(content)
-            function = {"name": str(call["name"]), "arguments": json.dumps(call["arguments"])}
+            return self._call(str(call["name"]), json.dumps(call["arguments"]))
         except (ValueError, RecursionError, KeyError, TypeError):
             return None
+
+    def _call(self, name: str, arguments: str) -> dict[str, Any]:
         self.count += 1
+        function = {"name": name, "arguments": arguments}
         return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
 
 
