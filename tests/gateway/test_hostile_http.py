@@ -15,6 +15,7 @@ import httpx2
 import pytest
 from pydantic import ValidationError
 
+from browser import open_tab
 from client_toy import wait_until
 from triptych.client import AsyncClient
 from triptych.gateway import pipelines, serve
@@ -226,6 +227,26 @@ def test_web_pages_of_another_origin_are_answered_if_it_is_named(address: Addres
             assert other.headers.get("access-control-allow-origin") is None
             assert asked.status_code == (405 if origin is None else 200)
             assert asked.headers.get("access-control-allow-headers") == (origin and "x-a")
+
+
+def test_swagger_ui_shows_the_endpoints_without_internet(address: Address) -> None:
+    url = "http://{}:{}".format(*address)
+
+    async def look() -> list[str]:
+        async with open_tab() as tab:
+            await tab.go(f"{url}/docs")
+            for _ in range(3000):
+                if await tab.run("document.querySelectorAll('.opblock').length"):
+                    break
+                await asyncio.sleep(0.1)
+            shown: str = await tab.run("document.body.innerText")
+        assert "/v1/chat/completions" in shown
+        assert "Unable to render" not in shown
+        return tab.requested
+
+    requested = asyncio.run(look())
+    assert f"{url}/openapi.json" in requested
+    assert all(each.startswith((url, "data:", "blob:")) for each in requested), requested
 
 
 def test_a_server_that_does_not_answer_is_a_503_with_a_time_to_retry_or_a_504(
