@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from client_toy import Toy, wait_until
 from conftest import ROOT, build_into, traffic_texts, write_pipeline
-from gateway_environment import run_with_clients
+from gateway_environment import run_with_clients, run_with_node
 from hostile_bodies import send_hostile
 from otlp_receiver import check_trace, otlp_receiver
 from served_command import endpoints_of, gateway, serving
@@ -344,6 +344,16 @@ def test_clients_of_vendors_work_unchanged(served: dict[str, Any]) -> None:
 @pytest.mark.long
 def test_suites_of_others_pass(served: dict[str, Any]) -> None:
     assert " passed" in run_with_clients("gateway_suites.py", served["api"], "texts")
+
+
+@pytest.mark.long
+def test_clients_for_node_work_unchanged(served: dict[str, Any]) -> None:
+    found = run_with_node("gateway_clients.mjs", served["api"], "texts")
+    assert len(found) == 4
+    assert np.abs(np.array(found["openai"]) - found["vercel"]).max() < 1e-5
+    v1, v2 = ([each["index"] for each in found[f"cohere_{name}"]] for name in ("v1", "v2"))
+    assert sorted(v1) == [0, 1, 2]
+    assert v1 == v2
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from client_toy import wait_until
-from gateway_environment import run_with_clients
+from gateway_environment import run_with_clients, run_with_node
 from generation_cases import TEXTS
 from generation_served import build_both, gauges
 from hostile_bodies import send_hostile
@@ -186,6 +186,15 @@ def test_generated_requests_fit_the_published_documents(address: str) -> None:
 @pytest.mark.long
 def test_suites_of_others_pass(address: str) -> None:
     assert " passed" in run_with_clients("gateway_suites.py", address, "chat")
+
+
+@pytest.mark.long
+def test_clients_for_node_work_unchanged(address: str) -> None:
+    found = run_with_node("gateway_clients.mjs", address, "chat")
+    assert len(found) == 5
+    assert all(found.values())
+    assert found["openai"] == found["openai_stream"] == found["vercel"] == found["vercel_stream"]
+    assert found["vercel_tools"].startswith("[{")  # the engine repeats the prompt, with the tools
 
 
 def leave(server: Server, address: str, way: str) -> None:

@@ -1,9 +1,12 @@
 """The virtual environment of `gateway_clients.txt`, made once, for the clients of a gateway."""
 
 import hashlib
+import json
 import os
+import shutil
 import subprocess
 import venv
+from typing import Any
 
 from conftest import ROOT, one_at_a_time
 
@@ -17,6 +20,27 @@ _OFFLINE = {
     "OPENAI_API_KEY": "none",
 }
 """Variables by which clients ask nobody but the gateway."""
+
+
+PACKAGES = ROOT / "tests/data/gateway_clients_npm.json"
+
+
+def run_with_node(script: str, *words: str) -> Any:
+    """The JSON that a script of this folder prints, with the packages of `PACKAGES`."""
+    content = PACKAGES.read_bytes() + (ROOT / "tests/support" / script).read_bytes()
+    home = ROOT / ".cache/gateway_clients_npm" / hashlib.sha256(content).hexdigest()[:16]
+    with one_at_a_time("gateway_clients_npm"):
+        if not (home / "complete").exists():
+            home.mkdir(parents=True, exist_ok=True)
+            shutil.copy(PACKAGES, home / "package.json")
+            shutil.copy(ROOT / "tests/support" / script, home)
+            install = ["npm", "install", "--silent", "--no-audit", "--no-fund"]
+            subprocess.run(install, cwd=home, check=True, timeout=600)
+            (home / "complete").touch()
+    command = ["node", str(home / script), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return json.loads(done.stdout)
 
 
 def run_with_clients(script: str, *words: str) -> str:
