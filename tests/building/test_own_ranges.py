@@ -1,11 +1,13 @@
 """GraphRanges of the inputs of own models, and that a row out of range costs no other request."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import numpy as np
 import onnx
 import pytest
@@ -13,9 +15,12 @@ import pytest
 from conftest import quiet
 from mistakes import check_refused
 from own_models import FLOAT, MAKE, NODE, build_own, read_own, save_graph, write_rows
-from triptych.client import Client, InvalidRequestError
+from triptych.client import AsyncClient, BatchFailedError, Client, InvalidRequestError, Retry, retry
 from triptych.core.export.own_ranges import GraphRanges, find_ranges
 from triptych.core.own_inputs import read_own_inputs
+from triptych.gateway.app import make_app
+from triptych.gateway.http import Shared
+from triptych.gateway.pipelines import Pipelines
 from triptych.serving.server import Server
 from triptych.spec.model_fields import load_model_spec
 
@@ -211,37 +216,46 @@ def test_rows_that_no_range_describes_fail_no_request_of_another_client(
     This holds at any speed of the machine.
     """
     monkeypatch.setattr(retry, "_ALONE_ATTEMPTS", 2 * BAD_REQUESTS + 2)
-    expected = [1000 // (amount - BAD) + (amount != BAD) for amount in range(1, 8)]
-    with ExitStack() as stack:
-        if way == "gateway":
-            monkeypatch.setattr(flows, "_RETRY", PATIENT)
-            kwdefaults = flows.PipelineClient.__init__.__kwdefaults__
-            monkeypatch.setitem(kwdefaults, "retry", PATIENT)
-            url = stack.enter_context(served_app(divider.grpc_url, "divide"))
-            http = stack.enter_context(httpx2.Client(base_url=url, timeout=300))
-        client = stack.enter_context(Client("divide", divider.grpc_url, retry=PATIENT))
-        bad = stack.enter_context(Client("divide", divider.grpc_url, retry=None))
+    amounts = [index % 7 + 1 for index in range(ROWS_OF_A_CLIENT)]
+    url = divider.grpc_url
 
-        def share(amount: int) -> float:
-            if way == "client":
-                return float(client.infer({"amount": [amount]})["share"][0, 0])
-            body = {"rows": [{"amount": amount}]}
-            answer = http.post("/v1/pipelines/divide", json=body)
-            assert answer.status_code == 200, answer.text
-            return float(answer.json()["rows"][0]["share"])
+    async def ask_client() -> list[list[float]]:
+        async with AsyncClient("divide", url, retry=PATIENT) as client:
 
-        def ask(is_good: bool) -> list[float]:
-            if is_good:
-                return [share(index % 7 + 1) for index in range(ROWS_OF_A_CLIENT)]
+            async def ask() -> list[float]:
+                return [
+                    (await client.infer({"amount": [amount]}))["share"].item() for amount in amounts
+                ]
+
+            return await asyncio.gather(*[ask() for _ in range(12)])
+
+    async def ask_gateway() -> list[list[float]]:
+        pipelines = Pipelines(["divide"], {}, None, {"url": url, "retry": PATIENT})
+        transport = httpx2.ASGITransport(make_app(pipelines, Shared()))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://gateway") as http:
+
+            async def ask() -> list[float]:
+                answers = [
+                    await http.post("/v1/pipelines/divide", json={"rows": [{"amount": amount}]})
+                    for amount in amounts
+                ]
+                return [answer.json()["rows"][0]["share"] for answer in answers]
+
+            found = await asyncio.gather(*[ask() for _ in range(12)])
+        await pipelines.close()
+        return found
+
+    def attack(_: int) -> None:
+        with Client("divide", url, retry=None) as bad:
             for _ in range(BAD_REQUESTS):
                 with pytest.raises(BatchFailedError, match="division by zero"):
                     bad.infer({"amount": [BAD]})
-            return []
 
-        pool = stack.enter_context(ThreadPoolExecutor(14))
-        answers = list(pool.map(ask, [index >= 2 for index in range(14)]))
-    wanted = [expected[index % 7] for index in range(ROWS_OF_A_CLIENT)]
-    assert answers[2:] == [wanted] * 12
+    with ThreadPoolExecutor(2) as pool:
+        attacks = pool.map(attack, range(2))
+        answers = asyncio.run(ask_client() if way == "client" else ask_gateway())
+        list(attacks)
+    assert answers == [[float(int(1000 / (amount - BAD))) for amount in amounts]] * 12
 
 
 @pytest.mark.server

@@ -156,7 +156,7 @@ def test_a_build_of_several_builds_all_that_it_can(
             raise KeyError("lost")
         return steps.read(spec, *words)
 
-    monkeypatch.setitem(kinds.STEPS, Kind.ENCODER, replace(steps, read=read))  # type: ignore[arg-type]
+    monkeypatch.setitem(kinds.STEPS, Kind.ENCODER, replace(steps, read=read))
     names = ("typo", "strict", "crash", "tiny")
     code, output, errors = project.run("build", *names, "--json")
     results = {each["pipeline"]: each for each in json.loads(output)}
@@ -206,7 +206,7 @@ def test_an_error_that_is_no_mistake_ends_in_one_line_with_its_traceback_in_a_fi
         raise KeyError("lost\nand gone")
 
     steps = replace(STEPS[Kind.ENCODER], read=read)
-    monkeypatch.setitem(kinds.STEPS, Kind.ENCODER, steps)  # type: ignore[arg-type]
+    monkeypatch.setitem(kinds.STEPS, Kind.ENCODER, steps)
     code, output, errors = project.run("inspect", "tiny", "--json")
     told = re.fullmatch(
         r"error: `triptych inspect` ended with an error that it does not know\. Given: KeyError: "
