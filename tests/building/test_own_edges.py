@@ -1,6 +1,7 @@
 """Own models whose inputs and outputs differ from those of a core, on a real server."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,19 +13,70 @@ import pytest
 
 from mistakes import check_refused
 from own_models import build_own, write_rows
+from scaffolding import run
 from triptych.client import Client
 from triptych.serving.server import Server
 
-RANDOM = np.random.default_rng(0)
 HEAD = '<ir_version: 9, opset_import: ["" : 18]> graph'
-GRAPHS = {
+GRAPHS: dict[str, Any] = {
     # One number per row: inputs and outputs have the batch alone.
     "scalars": f"""{HEAD} (int64[n] day, float[n] load) => (float[n] score, int64[n] kind)
         <float[7] table = {{0.5, 1, -2, 3, 7, 0, 2}}> {{
         found = Gather(table, day)
         score = Mul(found, load)
         kind = Cast<to=7>(score) }}""",
+    # As converters of FP16 leave it: weights, inputs and outputs have 16 bits.
+    "half": f"""{HEAD} (float16[n, 3] x) => (float16[n, 2] y) {{
+        w = Constant<value_floats=[0.5, -1.0, 2.0, 0.25, 1.5, -0.125]>()
+        shape = Constant<value_ints=[3, 2]>()
+        half = Cast<to=10>(w)
+        weight = Reshape(half, shape)
+        y = MatMul(x, weight) }}""",
+    # A network over time whose batch is the second axis.
+    "times": f"""{HEAD} (float[5, batch, 3] x) => (float[5, batch, 3] sums, float[batch, 3] last) {{
+        zero = Constant<value_int=0>()
+        four = Constant<value_int=4>()
+        sums = CumSum(x, zero)
+        last = Gather<axis=0>(sums, four) }}""",
+    # Two free axes besides the batch.
+    "maps": f"""{HEAD} (float[n, rows, columns] x) => (float[n, rows, columns] y) {{
+        y = Relu(x) }}""",
 }
+GRAPHS["brain"] = GRAPHS["half"].replace("float16", "bfloat16").replace("to=10", "to=16")
+
+
+def make_sklearn() -> Any:
+    """Return a classifier as skl2onnx writes it: labels [n], and a ZipMap of the scores."""
+    make, tensors = onnx.helper, onnx.TensorProto
+    ones = {"offset": [0.0, 0.0], "scale": [1.0, 1.0]}
+    scaled = make.make_node("Scaler", ["x"], ["scaled"], domain="ai.onnx.ml", **ones)
+    linear = make.make_node(
+        "LinearClassifier",
+        ["scaled"],
+        ["label", "scores"],
+        domain="ai.onnx.ml",
+        classlabels_ints=[3, 5, 9],
+        coefficients=[1.0, 0.5, -1.0, 0.25, 0.1, 2.0],
+        intercepts=[0.0, 0.1, -0.2],
+        post_transform="SOFTMAX",
+    )
+    maps = make.make_node(
+        "ZipMap", ["scores"], ["probability"], domain="ai.onnx.ml", classlabels_int64s=[3, 5, 9]
+    )
+    kind = make.make_map_type_proto(tensors.INT64, make.make_tensor_type_proto(tensors.FLOAT, []))
+    graph = make.make_graph(
+        [scaled, linear, maps],
+        "sklearn",
+        [make.make_tensor_value_info("x", tensors.FLOAT, [None, 2])],
+        [
+            make.make_tensor_value_info("label", tensors.INT64, [None]),
+            make.make_value_info("probability", make.make_sequence_type_proto(kind)),
+        ],
+    )
+    sets = [make.make_opsetid("", 18), make.make_opsetid("ai.onnx.ml", 3)]
+    return make.make_model(graph, opset_imports=sets, ir_version=9)
+
+
 TOWERS = """
 import torch
 
@@ -38,7 +90,19 @@ class Net(torch.nn.Module):
     def forward(self, user, item):
         return (self.users(user) * self.items(item)).sum(1)
 """
+GRAPHS["sklearn"] = make_sklearn()
 INT, FLOAT = {"type": "int"}, {"type": "float"}
+
+
+def original(name: str) -> Any:
+    """Return a graph as an `onnx.ModelProto`."""
+    made = GRAPHS[name]
+    if not isinstance(made, str):
+        return made
+    model = onnx.parser.parse_model(made)
+    if name == "half":  # converters append casts behind the nodes that read them
+        model.graph.node.append(model.graph.node.pop(2))
+    return model
 
 
 def write_pipeline(
@@ -48,7 +112,7 @@ def write_pipeline(
     folder = base / "pipelines" / name
     folder.mkdir(parents=True)
     if name in GRAPHS:
-        onnx.save(onnx.parser.parse_model(GRAPHS[name]), folder / "net.onnx")
+        onnx.save(original(name), folder / "net.onnx")
     (folder / "net.py").write_text(TOWERS)
     model = {"onnx": "net.onnx"} if name in GRAPHS else {"module": "net.py:Net"}
     spec = {"task": "model", "model": model, "inputs": inputs, "outputs": outputs}
@@ -77,6 +141,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("edges")
     write_scalars(base)
     write_towers(base, "towers")
+    for name in ("half", "brain", "times", "sklearn", "maps"):
+        onnx.save(original(name), base / f"{name}.onnx")
+        words = ("new", name, "--model", base / f"{name}.onnx", "--pipelines", base / "pipelines")
+        done = run(*words)
+        assert done.exit_code == 0, (done.output, done.exception)
     for folder in sorted((base / "pipelines").iterdir()):
         build_own(base, folder.name)
     return base
@@ -88,17 +157,17 @@ def server(base: Path) -> Iterator[Any]:
         yield server
 
 
-def run_original(base: Path, name: str, feed: dict[str, Any]) -> dict[str, Any]:
+def run_original(name: str, feed: dict[str, Any]) -> dict[str, Any]:
     """Run the user's file as it is."""
-    session = onnxruntime.InferenceSession(base / f"pipelines/{name}/net.onnx")
+    session = onnxruntime.InferenceSession(original(name).SerializeToString())
     names = [output.name for output in session.get_outputs()]
     return dict(zip(names, session.run(None, feed), strict=True))
 
 
 @pytest.mark.server
-def test_one_number_per_row_goes_in_and_out(base: Path, server: Any) -> None:
+def test_one_number_per_row_goes_in_and_out(server: Any) -> None:
     days, loads = np.array([7, 1, 3]), np.array([2, -1, 0.5], np.float32)
-    wanted = run_original(base, "scalars", {"day": days - 1, "load": loads})
+    wanted = run_original("scalars", {"day": days - 1, "load": loads})
     with Client("scalars", server.grpc_url) as client:
         got = client.infer({"day": days, "load": loads})
         with pytest.raises(Exception, match="`day` must be from -7 to 6"):
@@ -108,7 +177,7 @@ def test_one_number_per_row_goes_in_and_out(base: Path, server: Any) -> None:
 
 
 @pytest.mark.server
-def test_a_forward_takes_and_returns_the_batch_alone(base: Path, server: Any) -> None:
+def test_a_forward_takes_and_returns_the_batch_alone(server: Any) -> None:
     import torch
     from torch import nn
 
@@ -120,6 +189,56 @@ def test_a_forward_takes_and_returns_the_batch_alone(base: Path, server: Any) ->
     with Client("towers", server.grpc_url) as client:
         got = client.infer({"user": user.numpy(), "item": item.numpy()})
     np.testing.assert_allclose(got["score"].ravel(), wanted, atol=1e-5)
+
+
+@pytest.mark.server
+def test_numbers_of_16_bits_are_computed_in_32(server: Any) -> None:
+    x = np.array([[1.5, -2, 0.25], [100, 3, -7]], np.float32)
+    wanted = run_original("half", {"x": x.astype(np.float16)})["y"]
+    for name in ("half", "brain"):
+        with Client(name, server.grpc_url) as client:
+            got = client.infer({"x": x})["y"]
+        assert got.dtype == np.float32
+        np.testing.assert_array_equal(got, wanted, name)  # numbers that 16 bits can hold
+
+
+@pytest.mark.server
+def test_a_batch_behind_the_time_comes_first(server: Any) -> None:
+    x = np.random.default_rng(0).normal(size=(4, 5, 3)).astype(np.float32)
+    wanted = run_original("times", {"x": x.transpose(1, 0, 2)})
+    with Client("times", server.grpc_url) as client:
+        got = client.infer({"x": x})
+    np.testing.assert_allclose(got["sums"], wanted["sums"].transpose(1, 0, 2), atol=1e-6)
+    np.testing.assert_allclose(got["last"], wanted["last"], atol=1e-6)
+
+
+@pytest.mark.server
+def test_a_classifier_of_sklearn_returns_labels_and_scores(server: Any) -> None:
+    x = np.array([[1, 2], [-3, 0.5], [0, -2]], np.float32)
+    wanted = run_original("sklearn", {"x": x})
+    with Client("sklearn", server.grpc_url) as client:
+        got = client.infer({"x": x})
+    assert got["label"].ravel().tolist() == wanted["label"].tolist()
+    scores = [[row[label] for label in (3, 5, 9)] for row in wanted["probability"]]
+    np.testing.assert_allclose(got["probability"], scores, atol=1e-6)
+
+
+def test_two_free_axes_are_served_in_one_size(base: Path, server: Any, tmp_path: Path) -> None:
+    x = np.random.default_rng(0).normal(size=(2, 16, 16)).astype(np.float32)
+    with Client("maps", server.grpc_url) as client:
+        np.testing.assert_array_equal(client.infer({"x": x})["y"], np.maximum(x, 0))
+    folder = shutil.copytree(base / "pipelines/maps", tmp_path / "pipelines/maps")
+    shutil.copy(base / "maps.onnx", tmp_path)
+    write_rows(folder, [{"x": [[1.0] * size] * size} for size in (2, 3)])
+    check_refused("its axes rows and columns differ between rows", build_own, tmp_path, "maps")
+
+
+def test_labels_that_are_texts_are_refused_by_their_operator(tmp_path: Path) -> None:
+    text = f"{HEAD} (float[n, 2] x) => (string[n, 2] y) {{ y = Cast<to=8>(x) }}"
+    GRAPHS["texts"] = text
+    outputs = {"y": {"type": "text", "shape": [2]}}
+    write_pipeline(tmp_path, "texts", {"x": {**FLOAT, "shape": [2]}}, outputs, [{"x": [1.0, 2.0]}])
+    check_refused("STRING of the operator Cast", build_own, tmp_path, "texts")
 
 
 def test_two_meanings_of_a_shape_are_refused(tmp_path: Path) -> None:

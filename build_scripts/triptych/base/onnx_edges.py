@@ -2,48 +2,81 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from triptych.base.onnx_graph import add_constant, all_nodes, bodies, free_mark, set_nodes
+from triptych.base.onnx_graph import (
+    BFLOAT16,
+    FLOAT,
+    FLOAT16,
+    add_constant,
+    all_nodes,
+    bodies,
+    free_mark,
+    reads,
+    set_nodes,
+    value_of,
+)
+
+_HALVES = (FLOAT16, BFLOAT16)
+_TYPE_ATTRIBUTES = ("to", "dtype", "output_dtype", "stash_type", "softmax_precision")
+_BATCH = "batch"
+"""Part of the name of an axis that is the batch, wherever it stands."""
 
 
 def to_served(model: Any) -> bool:
     """Change a graph in place, so that its inputs and outputs are those of a core.
 
-    One number per row, ``[batch]``, becomes ``[batch, 1]``, as Triton has no batch of tensors
-    without an axis.
+    Numbers of 16 bits become FP32, in which the graph then computes. The batch becomes the first
+    axis. One number per row, ``[batch]``, becomes ``[batch, 1]``, as Triton has no batch of tensors
+    without an axis. The maps of a ZipMap become its scores, in the order of its labels.
 
     Args:
-        model: An `onnx.ModelProto`.
+        model: An `onnx.ModelProto`, with or without the weights in a file beside it.
 
     Returns:
         Whether the graph was changed.
     """
     graph = model.graph
+    changed = _drop_maps(graph) | _widen(model)
     weights = {tensor.name for tensor in graph.initializer}
     inputs = [value for value in graph.input if value.name not in weights]
-    mark, changed = free_mark(graph), False
+    mark = free_mark(graph)
+    if changed:
+        set_nodes(graph, _sorted(graph))
     for value in (*inputs, *graph.output):
-        tensor = value.type.tensor_type
-        if len(tensor.shape.dim) == 1:
-            _add_axis(graph, value, mark, is_input=value in inputs)
+        names = [axis.dim_param.lower() for axis in value.type.tensor_type.shape.dim]
+        place = next((index for index, name in enumerate(names) if _BATCH in name), 0)
+        if len(names) == 1 or place:
+            _change(graph, value, mark, place, is_input=value in inputs)
             changed = True
     return changed
 
 
-def _add_axis(graph: Any, value: Any, mark: str, *, is_input: bool) -> None:
-    """Add an axis of size 1 to an input or output of one axis."""
+def _change(graph: Any, value: Any, mark: str, place: int, *, is_input: bool) -> None:
+    """Move the batch of an input or output to the front, or add an axis to a batch alone."""
     import onnx
 
+    axes = value.type.tensor_type.shape.dim
     inner = f"{value.name}{mark}inner"
     _rename(graph, value.name, inner)
-    names = (value.name, inner) if is_input else (inner, value.name)
-    shape = add_constant(graph, f"{inner}/shape", np.array([-1] if is_input else [-1, 1]))
-    node = onnx.helper.make_node("Reshape", [names[0], shape], [names[1]], name=f"{inner}/reshape")
+    source, target = (value.name, inner) if is_input else (inner, value.name)
+    more: dict[str, Any] = {"name": f"{inner}/edge"}
+    if place:
+        # From [batch, a, b] to [a, batch, b], or back.
+        moved = [place, *(index for index in range(len(axes)) if index != place)]
+        perm = np.argsort(moved) if is_input else moved
+        node = onnx.helper.make_node("Transpose", [source], [target], perm=list(perm), **more)
+        sizes = [type(axes[index]).FromString(axes[index].SerializeToString()) for index in moved]
+        del axes[:]
+        axes.extend(sizes)
+    else:
+        shape = add_constant(graph, f"{inner}/shape", np.array([-1] if is_input else [-1, 1]))
+        node = onnx.helper.make_node("Reshape", [source, shape], [target], **more)
+        axes.add().dim_value = 1
     set_nodes(graph, [node, *graph.node] if is_input else [*graph.node, node])
-    value.type.tensor_type.shape.dim.add().dim_value = 1
 
 
 def _rename(graph: Any, old: str, new: str) -> None:
@@ -56,3 +89,73 @@ def _rename(graph: Any, old: str, new: str) -> None:
         for value in (value for body in bodies(node) for value in body.output):
             if value.name == old:
                 value.name = new
+
+
+def _drop_maps(graph: Any) -> bool:
+    """Replace each ZipMap by its scores; return whether there is one."""
+    import onnx
+
+    outputs, nodes = {value.name: value for value in graph.output}, list(graph.node)
+    for index, node in enumerate(nodes):
+        if node.op_type == "ZipMap":
+            (name,) = node.output
+            labels = max(len(each.ints) + len(each.strings) for each in node.attribute)
+            nodes[index] = onnx.helper.make_node("Identity", node.input, [name], name=node.name)
+            scores = onnx.helper.make_tensor_value_info(name, FLOAT, [_BATCH, labels])
+            outputs[name].CopyFrom(scores)
+    changed = nodes != list(graph.node)
+    if changed:
+        set_nodes(graph, nodes)
+    return changed
+
+
+def _widen(model: Any) -> bool:
+    """Make all numbers of 16 bits FP32; return whether there are any."""
+    import onnx
+
+    if len(model.functions):
+        model.CopyFrom(onnx.inliner.inline_local_functions(model))
+    changed = False
+    for graph in _graphs(model.graph):
+        for value in (*graph.input, *graph.output, *graph.value_info):
+            tensor = value.type.tensor_type
+            if tensor.elem_type in _HALVES:
+                tensor.elem_type, changed = FLOAT, True
+        attributes = [each for node in graph.node for each in node.attribute]
+        for each in attributes:
+            if each.name in _TYPE_ATTRIBUTES and each.i in _HALVES:
+                each.i, changed = FLOAT, True
+        for tensor in (*graph.initializer, *(each.t for each in attributes)):
+            if tensor.data_type in _HALVES:
+                changed = True
+                if onnx.external_data_helper.uses_external_data(tensor):
+                    tensor.data_type = FLOAT  # the numbers were not read
+                else:
+                    wide = value_of(tensor).astype(np.float32)
+                    tensor.CopyFrom(onnx.numpy_helper.from_array(wide, tensor.name))
+    return changed
+
+
+def _sorted(graph: Any) -> list[Any]:
+    """Return the nodes after those whose results they read; converters append casts at the end."""
+    made = {name for node in graph.node for name in node.output}
+    nodes, rest = list[Any](), list(graph.node)
+    while rest:
+        waiting = []
+        for node in rest:
+            if made.intersection(reads(node)):
+                waiting.append(node)
+            else:
+                nodes.append(node)
+                made.difference_update(node.output)
+        if len(waiting) == len(rest):
+            return [*nodes, *rest]  # a cycle, which the check of the graph reports
+        rest = waiting
+    return nodes
+
+
+def _graphs(graph: Any) -> Iterator[Any]:
+    """Yield a graph and those in its nodes."""
+    yield graph
+    for node in all_nodes(graph.node):
+        yield from bodies(node)

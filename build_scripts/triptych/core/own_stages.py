@@ -210,12 +210,17 @@ def find_interface(
         free = [axis for axis in tensor.dims if isinstance(axis, str) and axis != named]
         if free:
             sizes = sorted({str(each.tensors[tensor.name].shape[1:]) for each in made})
+            differ = f"axes {' and '.join(free)} differ" if free[1:] else f"axis {free[0]} differs"
             raise UserError(
                 f"model: {tensor.name}",
-                f"must get arrays of one shape, but its axis {free[0]} differs between rows",
+                f"must get arrays of one shape, but its {differ} between rows",
                 given=", ".join(sizes[:4]),
-                remedy="Resize or cut the rows in preprocess, or declare the axis: "
-                f"model.axes: {{{free[0]}: {{max: SIZE}}}}",
+                remedy="Resize or cut the rows in preprocess"
+                + (
+                    "; one axis at most may differ"
+                    if named or len(free) > 1
+                    else f", or declare the axis: model.axes: {{{free[0]}: {{max: SIZE}}}}"
+                ),
             )
     results = [run({t.name: each.tensors[t.name] for t in inputs}) for each in made[:APART_ROWS]]
     outputs = tuple(_sized(t, [each[t.name] for each in results], named) for t in own.outputs)

@@ -73,7 +73,8 @@ class OwnModel(Frozen):
 
     Attributes:
         onnx: ONNX file, relative to the folder of the pipeline; its weights may be in a file beside
-            it. The first axis of each input and output is the batch.
+            it. The first axis of each input and output is the batch, or that whose name contains
+            `batch`.
         module: ``FILE:NAME``, a Python file in the folder of the pipeline and its function or class
             that makes a `torch.nn.Module` without arguments. The arguments of `forward` are the
             inputs of the graph.

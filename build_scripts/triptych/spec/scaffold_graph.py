@@ -185,8 +185,8 @@ class _Fitted:
             of = f", of: {json.dumps(self._of)}" if self._of else ""
             yield f"  axes: {{{axis}: {{max: {MAX_LENGTH}{of}}}}}   # a longer row is rejected"
         elif self._free:
-            yield f"  # Free axes: {', '.join(self._free)}. Return arrays of one size in"
-            yield "  # preprocess, or declare the one that differs: axes: {NAME: {max: SIZE}}."
+            yield f"  # Free axes: {', '.join(self._free)}. All rows need arrays of one"
+            yield "  # size; or declare the one that differs: axes: {NAME: {max: SIZE}}."
         yield "inputs:                      # one value a row"
         for name, tensor in self._inputs.items():
             is_file = name in self._images
@@ -204,7 +204,8 @@ class _Fitted:
     def _rows(self) -> Iterator[dict[str, Any]]:
         random = np.random.default_rng(0)
         for number in range(len(SAMPLES) if self._images else RANDOM_ROWS):
-            sizes = {axis: int(random.integers(8, 33)) for axis in self._free}
+            low, high = (8, 33) if len(self._free) == 1 else (16, 17)  # all rows have one size
+            sizes = {axis: int(random.integers(low, high)) for axis in self._free}
             row: dict[str, Any] = {}
             for name, tensor in self._inputs.items():
                 if name in self._images:

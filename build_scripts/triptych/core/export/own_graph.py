@@ -104,10 +104,11 @@ def read_graph(spec: ModelSpec) -> OwnGraph:
             given=f"no file {missing[0]} in {file.parent}",
             remedy="Copy the file that the export wrote beside the graph",
         )
+    makers = {name: node.op_type for node in model.graph.node for name in node.output}
     return OwnGraph(
         _hash(file, graph),
-        tuple(_read_tensor(tensor, "input") for tensor in graph.inputs),
-        tuple(_read_tensor(tensor, "output") for tensor in graph.outputs),
+        tuple(_read_tensor(tensor, "input", makers) for tensor in graph.inputs),
+        tuple(_read_tensor(tensor, "output", makers) for tensor in graph.outputs),
     )
 
 
@@ -135,15 +136,16 @@ def served_file(spec: ModelSpec) -> Path:
     return cached_stage("own_served", stage, work, lambda *_: None).folder / MODEL_FILE
 
 
-def _read_tensor(tensor: GraphTensor, kind: str) -> Tensor:
+def _read_tensor(tensor: GraphTensor, kind: str, makers: Mapping[str, str]) -> Tensor:
     name, axes = tensor.name, tensor.axes
     dtype = _DTYPES.get(tensor.kind)
     if dtype is None:
         raise UserError(
             "model.onnx",
             f"has an {kind} `{name}` of an unsupported type",
-            given=tensor.kind,
-            remedy=f"Export it with one of {', '.join(_DTYPES)}",
+            given=f"{tensor.kind} of the operator {makers.get(name, 'none')}",
+            remedy=f"Export it with one of {', '.join(_DTYPES)}, such as labels that are numbers, "
+            "or cut the graph before it (onnx.utils.extract_model)",
         )
     if not axes or isinstance(axes[0], int):
         given = f"a first axis of {axes[0]}" if axes else "no axis"
@@ -152,7 +154,8 @@ def _read_tensor(tensor: GraphTensor, kind: str) -> Tensor:
             f"must have a batch axis of variable size as the first axis of its {kind} `{name}`",
             given=given,
             remedy="Export it with this axis dynamic (torch.onnx.export: dynamic_shapes, or "
-            "dynamic_axes), so that Triton can batch requests",
+            "dynamic_axes), so that Triton can batch requests. If the batch is another axis, name "
+            "it batch",
         )
     return Tensor(name, dtype, tensor.row_axes)
 
@@ -237,7 +240,8 @@ def mixed_rows(given: str) -> UserError:
         "must compute each row of a batch by itself",
         given=given,
         remedy="Export the model in evaluation mode with a dynamic batch axis, and without "
-        "operations across rows",
+        "operations across rows. If the batch is not the first axis of an ONNX file, name its axis "
+        "batch; a module takes it first (batch_first=True)",
     )
 
 
