@@ -75,8 +75,7 @@ class SimilarityRequest(_TeiBody):
     """Request for the cosine similarity of a text to others."""
 
     inputs: SentencePairs
-    # The fields are those of EmbedRequest.
-    parameters: dict[str, Any] = Field(default_factory=dict)
+    parameters: dict[str, Any] = Field(default_factory=dict)  # fields of EmbedRequest
 
 
 class TokenizeRequest(_TeiBody):
