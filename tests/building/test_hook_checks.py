@@ -128,6 +128,28 @@ def test_the_pipelines_own_tests_fail_with_a_broken_hook(folder: Path) -> None:
     assert "test_scores_have_one_decimal" in checks["tests"]["problem"]
 
 
+def test_the_generated_tests_allow_outputs_that_after_adds(folder: Path) -> None:
+    with (folder / "pipeline.yaml").open("a") as file:
+        file.write("\noutputs: [{name: good, dtype: BOOL}]\n")
+    after = "def after(rows):\n    return [{**row, 'good': row['score'] > 0.5} for row in rows]\n"
+    (folder / "hooks.py").write_text(after)
+    assert [check for check in check_pipeline(folder) if check.severity != "ok"] == []
+    # An output that is lost, or a field that `before` adds, still fails.
+    (folder / "hooks.py").write_text(after.replace("**row, ", ""))
+    assert check_pipeline(folder)[-1].severity == "error"
+    before = "\n\ndef before(rows):\n    return [{**row, 'more': 'text'} for row in rows]\n"
+    (folder / "hooks.py").write_text(after + before)
+    assert check_pipeline(folder)[-1].severity == "error"
+
+
+def test_the_environment_of_the_demo_can_test_hooks() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert re.search(r"(?m)^build = \[\n(  .*\n)*  \"pytest>=", text)
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert re.search(r"(?m)^demo: install ", makefile)
+    assert '--editable ".[build,' in makefile.partition("\nsetup:")[0]
+
+
 def test_tests_may_be_missing_and_not_empty(folder: Path) -> None:
     # Settings of other tests further up do not count.
     (folder.parent / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
