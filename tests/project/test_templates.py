@@ -30,7 +30,6 @@ from triptych.runtime.hooking import load_hooks
 from triptych.serving.server import Server
 from triptych.spec.model_fields import load_model_spec
 from triptych.spec.model_info import OwnInterface
-from triptych.spec.scaffold import scaffold
 from triptych.spec.tasks import TASKS
 from triptych.spec.tasks.own import own_task
 from triptych.spec.template import BUILT_IN
@@ -102,9 +101,7 @@ def test_an_onnx_file_fills_the_fields_of_a_new_pipeline(tmp_path: Path) -> None
         inputs = {each.name for each in model.graph.input}
         path = tmp_path / f"{name}.onnx"
         onnx.save(model, path)
-        pipelines = tmp_path / "pipelines"
-        new = scaffold(name, task=None, model=str(path), with_hooks=False, pipelines=pipelines)
-        folder = Path(new.folder)
+        folder = write(tmp_path / "pipelines", None, name, model=str(path))
         assert not (folder / "model.onnx").exists()
         found[name] = spec = load_model_spec(folder)
         reader = OwnReader(spec, own_task(spec))

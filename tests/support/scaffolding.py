@@ -8,6 +8,7 @@ from typing import Any
 
 from typer.testing import CliRunner, Result
 
+from triptych.core.own_scaffold import describe_model
 from triptych.spec.kind import GENERATING
 from triptych.spec.scaffold import scaffold, tasks
 from triptych.spec.template import BUILT_IN
@@ -20,8 +21,8 @@ ENCODERS = [name for name in tasks() if name not in (*GENERATING, *OWN_MODELS)]
 """Built-in templates of pipelines around an encoder."""
 
 
-def write(pipelines: Path, task: str, name: str = "mine", **options: Any) -> Path:
-    wanted = {"model": None, "with_hooks": False, **options}
+def write(pipelines: Path, task: str | None, name: str = "mine", **options: Any) -> Path:
+    wanted = {"model": None, "with_hooks": False, "describe": describe_model, **options}
     scaffold(name, task=task, pipelines=pipelines, **wanted)
     return pipelines / name
 
