@@ -15,6 +15,7 @@ import pytest
 from conftest import quiet
 from mistakes import check_refused
 from own_models import FLOAT, MAKE, NODE, build_own, read_own, save_graph, write_rows
+from triptych.base.errors import UserError
 from triptych.client import AsyncClient, BatchFailedError, Client, InvalidRequestError, Retry, retry
 from triptych.core.export.own_ranges import GraphRanges, find_ranges
 from triptych.core.own_inputs import read_own_inputs
@@ -177,18 +178,15 @@ BAD_REQUESTS = 10
 PATIENT = Retry(attempts=10**6, first_pause_s=0.001, longest_pause_s=0.01, budget=10**6)
 
 
-@pytest.fixture(scope="module")
-def divider(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Serve a graph that fails for one value."""
-    base = tmp_path_factory.mktemp("divider")
-    folder = base / "pipelines/divide"
+def write_divider(folder: Path, *, bad: int) -> None:
+    """Write a pipeline around a graph that fails for one value."""
     folder.mkdir(parents=True)
     nodes = [
         NODE("Sub", ["amount", "bad"], ["distance"]),
         NODE("Div", ["whole", "distance"], ["quotient"]),
         NODE("Cast", ["quotient"], ["share"], to=FLOAT),
     ]
-    weights = {"whole": np.array([[1000]]), "bad": np.array([[BAD]])}
+    weights = {"whole": np.array([[1000]]), "bad": np.array([[bad]])}
     inputs, outputs = [MAKE("amount", INT64, ["n", 1])], [MAKE("share", FLOAT, ["n", 1])]
     save_graph(folder / "net.onnx", nodes, inputs, outputs, weights)
     hooks = "def preprocess(rows):\n    return {n: v[:, None] for n, v in rows.items()}\n"
@@ -201,9 +199,25 @@ def divider(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         "outputs": {"share": {"type": "float"}},
     }
     (folder / "pipeline.yaml").write_text(json.dumps(spec))
+
+
+@pytest.fixture(scope="module")
+def divider(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    base = tmp_path_factory.mktemp("divider")
+    write_divider(base / "pipelines/divide", bad=BAD)
     build_own(base, "divide")
     with Server(base / "repository") as server:
         yield server
+
+
+def test_a_made_up_row_that_the_model_refuses_ends_the_build_with_the_remedy(
+    tmp_path: Path,
+) -> None:
+    """Rows of 0 are among the edge cases of a build."""
+    write_divider(tmp_path / "pipelines/divide", bad=0)
+    with pytest.raises(UserError, match=r"amount=\[0\]: .*division by zero\. Declare min, max or"):
+        build_own(tmp_path, "divide")
+    build_own(tmp_path, "divide", "inputs.amount.min=1")
 
 
 @pytest.mark.server

@@ -399,7 +399,20 @@ def _graph_outputs(
     names = [tensor.name for tensor in inputs.plan.core.outputs]
     expected = []
     for sample in counted(samples, "rows", len(samples)):
-        outputs = run(core_feed([sample], inputs.plan.core_inputs, pad_token_id=0))
+        feed = core_feed([sample], inputs.plan.core_inputs, pad_token_id=0)
+        try:
+            outputs = run(feed)
+        except UserError:
+            raise
+        except Exception as error:  # ONNX Runtime and PyTorch have many classes
+            values = ", ".join(f"{name}={value.ravel()[:4]}" for name, value in feed.items())
+            raise UserError(
+                "inputs",
+                "must have ranges in which the model runs: a row that it refuses fails its batch",
+                given=f"{values}: {' '.join(str(error).split())[:300]}",
+                remedy="Declare min, max or choices of the input, or refuse the value in "
+                "preprocess with a ValueError",
+            ) from error
         expected.append(tuple(outputs[name][0] for name in names))
     return expected
 
