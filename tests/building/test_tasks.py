@@ -1,10 +1,12 @@
 """Every task on a real tritonserver, with tokenizers of many kinds: equal to transformers."""
 
+import asyncio
 import functools
 import io
 import json
 import random
 import re
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
+import httpx2
 import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2_grpc
@@ -29,10 +32,13 @@ from task_reference import (
 )
 from tokenizers_of_kinds import LONGEST
 from triptych.base.errors import UserError
-from triptych.client import Client, InvalidRequestError, PipelineFailedError
+from triptych.client import AsyncClient, Client, InvalidRequestError, PipelineFailedError
 from triptych.client.wire import encode_rows, infer_request, read_outputs
 from triptych.container.health import QUESTION_FILE, HealthCheck
 from triptych.container.manifests import find_pipelines
+from triptych.gateway.app import make_app
+from triptych.gateway.http import Shared
+from triptych.gateway.pipelines import Pipelines
 from triptych.interface.page.demo import answer, open_pipeline
 from triptych.repository.lint.engine import unsupported
 from triptych.serving.server import Server
@@ -361,6 +367,47 @@ def test_a_result_does_not_depend_on_its_neighbors(server: Server, name: str) ->
             if name == "flags":  # rows of a request have the width of the longest
                 assert not any(values[index][len(own) :])
             same(values[index][: len(own)] if name == "flags" else values[index], own)
+
+
+@pytest.mark.parametrize("name", ["qwen_topics", "images"])
+@pytest.mark.parametrize("way", ["client", "gateway"])
+def test_bad_rows_of_two_clients_fail_no_request_of_twelve_others(
+    server: Server, name: str, way: str
+) -> None:
+    (key, good), *_ = rows_of(name).items()
+    bad: Any = b"\xff no text or image"
+    if way == "gateway":
+        good = [value if isinstance(value, str) else b64encode(value).decode() for value in good]
+        bad = "" if name == "images" else "x" * 200_000
+
+    async def ask(send: Any, *, is_good: bool) -> list[bool]:
+        values = [good[index % len(good)] if is_good else bad for index in range(10)]
+        return [await send(value) for value in values]
+
+    async def attack() -> list[list[bool]]:
+        pipelines = Pipelines([name], {}, None, {"url": server.grpc_url})
+        transport = httpx2.ASGITransport(make_app(pipelines, Shared()))
+        async with (
+            AsyncClient(name, server.grpc_url) as client,
+            httpx2.AsyncClient(transport=transport, base_url="http://gateway") as http,
+        ):
+
+            async def send(value: Any) -> bool:
+                if way == "gateway":
+                    body = {"rows": [{key: value}]}
+                    status = (await http.post(f"/v1/pipelines/{name}", json=body)).status_code
+                    assert status in (200, 400)
+                    return bool(status == 200)
+                (answer,) = await client.infer_each({key: [value]})
+                assert isinstance(answer, dict | InvalidRequestError)
+                return isinstance(answer, dict)
+
+            asked = [ask(send, is_good=index >= 2) for index in range(14)]
+            answered = await asyncio.gather(*asked)
+        await pipelines.close()
+        return answered
+
+    assert asyncio.run(attack()) == [[False] * 10] * 2 + [[True] * 10] * 12
 
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
