@@ -176,9 +176,9 @@ def test_an_error_of_a_function_of_the_user_names_it() -> None:
         "Correct `preprocess` in hooks.py."
     )
     assert "bug of the pipeline" in faults.InternalError(KeyError("lost")).text
-    assert faults.RequestError("text", "is required", "nothing", "Add it").text == (
+    assert faults.RequestError("text", "is required", "", "Add it").text == (
         "`text` is required. Add it."
     )
-    assert UserError("text", "is required", given="nothing", remedy="Add it").message == (
+    assert UserError("text", "is required", given="", remedy="Add it").message == (
         "`text` is required. Add it."
     )

@@ -43,14 +43,12 @@ class UserError(Exception):
         rule: Rule that is broken, as a fact that reads alone.
         given: Value found; empty if there is none to show.
         remedy: Instruction that fixes the mistake.
-
-    A `given` of ``nothing`` is as an empty one.
     """
 
     def __init__(self, field: str, rule: str, *, given: object = "", remedy: str = "") -> None:
         self.field = field
         self.rule = rule
-        self.given = "" if given == "nothing" else str(given)
+        self.given = str(given)
         self.remedy = remedy
         super().__init__(self.message)
 

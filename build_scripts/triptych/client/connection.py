@@ -57,7 +57,7 @@ def read_target(url: str | Sequence[str]) -> Target:
         raise UserError(
             "url",
             "must be the host and port of the server's gRPC endpoint",
-            given=", ".join(addresses) or "nothing",
+            given=", ".join(addresses),
             remedy="Give host:port, and use `tls` for encryption",
         )
     if len(addresses) == 1:

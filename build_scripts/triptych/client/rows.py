@@ -91,7 +91,7 @@ def read_input_rows(
         raise UserError(
             "--text",
             "is required, or one of --text-pair, --image, --file, --chat and --prompt",
-            given="nothing" if file is None else f"{file} without lines",
+            given="" if file is None else f"{file} without lines",
             remedy='Write for example --text "hello"',
         )
     count = max(map(len, columns.values()))
@@ -326,7 +326,7 @@ def _check_inputs(pipeline: str, config: PipelineConfig, rows: Sequence[InputRow
         raise UserError(
             row.source or _option(name),
             rule,
-            given=", ".join(row.inputs) or "nothing",
+            given=", ".join(row.inputs),
             remedy=f"Give the inputs of `{pipeline}` for each row: {', '.join(inputs)}",
         )
 

@@ -407,7 +407,7 @@ def _schema(wanted: ResponseFormat | None) -> dict[str, Any] | None:
         raise invalid(
             "response_format.json_schema",
             "is required for the type json_schema",
-            "nothing",
+            "",
             "Give name and schema",
         )
     return wanted.json_schema.schema_

@@ -84,7 +84,7 @@ def as_json(value: object) -> str:
 
 def invalid(field: str, rule: str, given: str, remedy: str, *, status: int = 400) -> ApiError:
     """Return the error of a request whose `field` breaks a rule."""
-    shown = "" if given == "nothing" else f" Given: {given:.{_MAX_SHOWN}}."
+    shown = f" Given: {given:.{_MAX_SHOWN}}." if given else ""
     message = f"`{field}` {rule}.{shown} {remedy}."
     return ApiError(status, "invalid_value", message, param=field)
 

@@ -414,7 +414,7 @@ class Pipelines:
             raise UserError(
                 "NAME",
                 "is required where no repository is given",
-                given=f"no built pipelines in {repository}" if repository else "nothing",
+                given=f"no built pipelines in {repository}" if repository else "",
                 remedy="Name the pipelines of the server, or its --repository",
             )
         for alias, name in self.aliases.items():

@@ -61,7 +61,7 @@ class RequestError(StepError):
         self, field: str, rule: str, given: object, remedy: str, row: int | None = None
     ) -> None:
         numbers = {} if row is None else {ROW: row}
-        shown = "" if given == "nothing" else f" Given: {given}."
+        shown = "" if given == "" else f" Given: {given}."
         super().__init__(f"`{field}` {rule}.{shown} {remedy}.", **numbers)
 
     def __str__(self) -> str:

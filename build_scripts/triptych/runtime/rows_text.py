@@ -247,7 +247,7 @@ class HypothesisRowMaker(TokenRowMaker):
             raise RequestError(
                 "parameter candidate_labels",
                 "must name the labels to choose from",
-                "nothing",
+                "",
                 'Send a JSON list such as ["a", "b"]',
             )
         template: str = request.parameters["hypothesis_template"]

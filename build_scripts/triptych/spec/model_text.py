@@ -403,7 +403,7 @@ def _dense(settings: _DenseConfig, folder: str, file: Path) -> Dense:
             raise UserError(
                 str(file),
                 f"must give `{name}` of the Dense module as an integer",
-                given=settings.get(name, "nothing"),
+                given=settings.get(name, ""),
                 remedy="Download the model again",
             )
     return Dense(

@@ -154,7 +154,7 @@ def _choose(
             raise UserError(
                 "TASK",
                 "is not a known task" if task else "is required",
-                given=task or "nothing",
+                given=task or "",
                 remedy=f"{closest(task or '', tasks())}Choose one of: {', '.join(tasks())}",
             )
         return BUILT_IN / task

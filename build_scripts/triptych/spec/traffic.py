@@ -99,7 +99,7 @@ def read_traffic(
             raise UserError(
                 f"{path}:{number}: {field}",
                 "must be a string" if wrong else "must be an object",
-                given=f"{row[field]!r:.80}" if field in row else "nothing",
+                given=f"{row[field]!r:.80}" if field in row else "",
                 remedy=f"{closest(field, row) if wrong and field not in row else ''}Write {form}",
             )
         for unknown in row.keys() - {*fields, PARAMETERS}:

@@ -164,7 +164,7 @@ def find_scalars(
                 "model.scalars",
                 "must name the arguments of `forward` that have the shape [batch], because other "
                 "results follow if they have the shape [batch, 1]",
-                "nothing",
+                "",
                 f"Add `scalars: [{', '.join(known)}]` to `model`, or `scalars: []` for [batch, 1]",
             )
     return list(next(iter(results), ()))
