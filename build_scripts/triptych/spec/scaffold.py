@@ -189,12 +189,14 @@ def _choose(
 def _with_source(spec: str, source: str, *, is_file: bool, is_module: bool) -> str:
     """Return the text of a spec with another source, ONNX file or module of the model."""
     key, kind = ("onnx", "an ONNX file or module") if is_file else ("source", "a folder or Hub id")
-    line = f"  {'module' if is_module else key}: {_yaml_scalar(source)}"
-    if is_module:
-        line += (
-            "\n  # weights: FILE            # .safetensors or a state dict; if the module has none"
+    line, old = f"  {key}: {_yaml_scalar(source)}", rf"(?m)^  {key}: \S+"
+    if is_module:  # the comment of the line is about ONNX files
+        line = (
+            f"  module: {_yaml_scalar(source)}\n"
+            "  # weights: FILE            # .safetensors or a state dict; if the module has none"
         )
-    spec, count = re.subn(rf"(?m)^  {key}: \S+", lambda _: line, spec, count=1)
+        old += ".*"
+    spec, count = re.subn(old, lambda _: line, spec, count=1)
     if not count:
         raise UserError(
             "--model",
