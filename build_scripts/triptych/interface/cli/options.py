@@ -349,16 +349,17 @@ def keep_traceback(error: Exception) -> UserError:
         number, file = tempfile.mkstemp(".txt", "triptych-error-", text=True)
         with os.fdopen(number, "w", encoding="utf-8", errors="backslashreplace") as target:
             target.write(f"{sys.argv}\n{text}")
+        place = f"in {file}"
     except OSError:
         status.print(text, markup=False)
-        file = "above"
+        place = "above"
     given = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
     return UserError(
         f"triptych {verb}",
         "ended with an error that it does not know",
         given=given,
-        remedy=f"The traceback is {f'in {file}' if file != 'above' else file}. If nothing that you "
-        "gave explains it, report an issue with it on the hosting page of the project",
+        remedy=f"The traceback is {place}. If nothing that you gave explains it, report an issue "
+        "with it on the hosting page of the project",
     )
 
 
