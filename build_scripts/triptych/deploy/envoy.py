@@ -409,7 +409,7 @@ def bootstrap(
         admin_pages=list(_admin_pages(listen)),
         admin_socket=admin_socket,
         collector=collector,
-        services=[] if collector is None else [_service_at(_COLLECTOR, collector)],
+        collector_cluster=None if collector is None else _collector_cluster(collector),
     )
 
 
@@ -442,18 +442,20 @@ def assigned(cluster: str, addresses: Iterable[tuple[str, int]]) -> dict[str, An
     return {"cluster_name": cluster, "endpoints": [{"lb_endpoints": hosts}]}
 
 
-def _service_at(name: str, url: str) -> dict[str, Any]:
-    """Return the cluster `name` of a service elsewhere, by the URL of a page of it.
+def _collector_cluster(url: str) -> dict[str, Any]:
+    """Return the cluster of a collector of OpenTelemetry, by its URL.
 
     Its certificate is checked with the authorities of `SSL_CERT_FILE`, or those of the system.
     """
     parts = urlsplit(url)
     host, is_encrypted = str(parts.hostname), parts.scheme == "https"
     cluster: dict[str, Any] = {
-        "name": name,
+        "name": _COLLECTOR,
         "type": "STRICT_DNS",
         "connect_timeout": "5s",
-        "load_assignment": assigned(name, [(host, parts.port or (443 if is_encrypted else 80))]),
+        "load_assignment": assigned(
+            _COLLECTOR, [(host, parts.port or (443 if is_encrypted else 80))]
+        ),
     }
     if is_encrypted:
         authorities = os.environ.get("SSL_CERT_FILE", _AUTHORITIES)
