@@ -31,8 +31,8 @@ from triptych.repository.manifest import EncoderManifest, read_manifest
 from triptych.serving.bench.baselines import ALL, Baselines
 from triptych.serving.bench.perf_analyzer import LoadError
 from triptych.spec.spec import load_spec
-from triptych.spec.tasks import TASKS
-from triptych.spec.tasks.accuracy import TOLERANCES, thresholds
+from triptych.tasks.accuracy import TOLERANCES, thresholds
+from triptych.tasks.catalog import TASKS
 
 _NAME = PIPELINE.name
 _CHECKED_TEXTS = 96

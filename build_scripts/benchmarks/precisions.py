@@ -29,8 +29,8 @@ from triptych.repository.manifest import EncoderManifest, read_manifest
 from triptych.repository.records import Conversion
 from triptych.spec.backends import Precision
 from triptych.spec.spec import load_spec
-from triptych.spec.tasks import TASKS
-from triptych.spec.tasks.accuracy import thresholds
+from triptych.tasks.accuracy import thresholds
+from triptych.tasks.catalog import TASKS
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16", "int8", "int8_dynamic", "fp8")
 BATCHES = (1, 8, 32)

@@ -30,9 +30,9 @@ from triptych.spec.field_table import as_prose, describe_fields, first_sentence
 from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
 from triptych.spec.model_fields import ModelSpec
 from triptych.spec.spec import PipelineSpec
-from triptych.spec.tasks import TASKS
-from triptych.spec.tasks.accuracy import METRICS, TOLERANCES, probe_limits, thresholds
-from triptych.spec.tasks.task import Task
+from triptych.tasks.accuracy import METRICS, TOLERANCES, probe_limits, thresholds
+from triptych.tasks.catalog import TASKS
+from triptych.tasks.task import Task
 
 ROOT = Path(__file__).resolve().parents[2]
 Rows = Iterable[Sequence[str]]

@@ -28,8 +28,8 @@ from triptych.repository import store
 from triptych.repository.manifest import MANIFEST_FILE
 from triptych.repository.store import locked
 from triptych.spec.spec import load_spec
-from triptych.spec.tasks import TASKS
-from triptych.spec.tasks.accuracy import metrics_of
+from triptych.tasks.accuracy import metrics_of
+from triptych.tasks.catalog import TASKS
 
 
 @pytest.fixture

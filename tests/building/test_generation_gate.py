@@ -16,9 +16,9 @@ from triptych.building.generation.reference import Reference
 from triptych.building.generation.worker_gate import run_engine
 from triptych.repository.records import GateResult
 from triptych.runtime import engine_vllm
-from triptych.spec.tasks.compare import Outputs
-from triptych.spec.tasks.labeled import LabeledRow, compare_labeled
-from triptych.spec.tasks.metrics_generated import GENERATED, exact_match, rouge_l
+from triptych.tasks.compare import Outputs
+from triptych.tasks.labeled import LabeledRow, compare_labeled
+from triptych.tasks.metrics_generated import GENERATED, exact_match, rouge_l
 
 
 def test_the_reference_states_the_limits() -> None:

@@ -19,8 +19,8 @@ from triptych.base.tensors import TokenRow
 from triptych.core.checkpoint import check_architecture
 from triptych.core.gate.reference import check_tokens
 from triptych.core.inputs import PipelineInputs, read_inputs
-from triptych.spec.fields import EncoderSource
-from triptych.spec.model_tokenizer import load_tokenizer, read_other_tokenizer, read_tokenizer
+from triptych.models.fields import EncoderSource
+from triptych.models.tokenizer import load_tokenizer, read_other_tokenizer, read_tokenizer
 from triptych.spec.spec import load_spec
 
 pytestmark = [pytest.mark.build, pytest.mark.filterwarnings("ignore")]

@@ -23,8 +23,8 @@ from triptych.core.export.to_onnx import convert, export_onnx, load_model
 from triptych.core.gate.reference import reference_outputs
 from triptych.core.gate.runs import open_onnx
 from triptych.core.requests import Sample
-from triptych.spec.model_source import read_model_info
-from triptych.spec.tasks.catalog import TEXT_EMBEDDING
+from triptych.models.source import read_model_info
+from triptych.tasks import text_embedding
 
 pytestmark = pytest.mark.build
 
@@ -117,7 +117,7 @@ def test_every_pooling_equals_sentence_transformers(
     folder = tmp_path / "model"
     reference.save(str(folder))
     facts = read_model_info(folder)
-    core = TEXT_EMBEDDING.core(facts, {})
+    core = text_embedding.TASK.core(facts, {})
     packed = layout == "packed"
     inputs = (INPUT_IDS, ROW_LENGTH, *([ROW_OFFSET] if packed else []))
     export_onnx(folder, facts, core, inputs, packed=packed, target=tmp_path / "onnx")

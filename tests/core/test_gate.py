@@ -36,8 +36,7 @@ from triptych.core.requests import Expected, GateRequest, Sample
 from triptych.repository.records import GateResult, ProbeResult, Verdict, plain_record, read_record
 from triptych.spec.backends import Precision
 from triptych.spec.spec import PipelineSpec
-from triptych.spec.tasks import TASKS
-from triptych.spec.tasks.accuracy import (
+from triptych.tasks.accuracy import (
     CORE_METRICS,
     METRICS,
     above_rounding,
@@ -45,7 +44,8 @@ from triptych.spec.tasks.accuracy import (
     probe_limits,
     thresholds,
 )
-from triptych.spec.tasks.task import Returns
+from triptych.tasks.catalog import TASKS
+from triptych.tasks.task import Returns
 
 LIMITS = {"max_difference": 1e-5, "batch_sensitivity": 1e-5}
 EXACT: Any = {"metrics": CORE_METRICS, "precision": "fp32", "batch_size": 3}

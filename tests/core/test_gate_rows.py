@@ -41,8 +41,8 @@ from triptych.interface.cli.plan_text import describe_plan
 from triptych.repository.manifest import EncoderManifest, read_manifest
 from triptych.runtime.row_metadata import unpack_metadata
 from triptych.spec.spec import load_spec
-from triptych.spec.tasks.accuracy import METRICS, metrics_of, thresholds
 from triptych.spec.tuned import Tuned, write_tuned
+from triptych.tasks.accuracy import METRICS, metrics_of, thresholds
 
 pytestmark = pytest.mark.build
 

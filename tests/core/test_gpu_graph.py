@@ -16,10 +16,10 @@ from triptych.base.tensors import INPUT_IDS, ROW_LENGTH, ROW_OFFSET
 from triptych.core.export.packing import CannotPack
 from triptych.core.export.to_onnx import attention_for_gpu, export_onnx, plain_reason
 from triptych.core.gate.runs import open_onnx
+from triptych.models.source import read_model_info
 from triptych.spec.fields import CoreSettings
-from triptych.spec.model_source import read_model_info
 from triptych.spec.plan import Plan
-from triptych.spec.tasks.catalog import TEXT_EMBEDDING
+from triptych.tasks import text_embedding
 
 pytestmark = pytest.mark.build
 
@@ -60,7 +60,7 @@ def test_minilm_has_few_operators_on_a_gpu_and_no_copy_after_the_embedding(
 ) -> None:
     share_export_registry()
     facts = read_model_info(minilm_folder)
-    core, inputs = TEXT_EMBEDDING.core(facts, {}), (INPUT_IDS, ROW_LENGTH, ROW_OFFSET)
+    core, inputs = text_embedding.TASK.core(facts, {}), (INPUT_IDS, ROW_LENGTH, ROW_OFFSET)
     assert export_onnx(
         minilm_folder, facts, core, inputs, packed=True, target=tmp_path, gathered=True
     )

@@ -22,8 +22,8 @@ from triptych.core.gate.live import (
 from triptych.core.gate.verify import ANSWER_AGREEMENT, judge_live
 from triptych.repository.records import GateResult, LiveRun
 from triptych.spec.backends import Precision
-from triptych.spec.tasks import TASKS
-from triptych.spec.tasks.accuracy import thresholds
+from triptych.tasks.accuracy import thresholds
+from triptych.tasks.catalog import TASKS
 
 Answer = Mapping[str, NDArray[Any]]
 

@@ -30,12 +30,12 @@ from triptych.core.gate.reference import (
 from triptych.core.inputs import PipelineInputs, read_inputs
 from triptych.core.precision.stage import full_precision
 from triptych.core.requests import Sample, rows_of
-from triptych.spec.image_source import _load
-from triptych.spec.model_info import ImageInfo, ModelInfo
-from triptych.spec.model_source import read_model_info
+from triptych.models.image_source import _load
+from triptych.models.info import ImageInfo, ModelInfo
+from triptych.models.source import read_model_info
 from triptych.spec.spec import load_spec
-from triptych.spec.tasks import find_task
-from triptych.spec.tasks.task import Core
+from triptych.tasks.catalog import find_task
+from triptych.tasks.task import Core
 
 pytestmark = [pytest.mark.build, pytest.mark.filterwarnings("ignore")]
 

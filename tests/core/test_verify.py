@@ -27,8 +27,8 @@ from triptych.serving import endpoint
 from triptych.serving.readiness import ServerError
 from triptych.serving.server import Server
 from triptych.spec.spec import load_spec
-from triptych.spec.tasks import TASKS
-from triptych.spec.tasks.accuracy import thresholds
+from triptych.tasks.accuracy import thresholds
+from triptych.tasks.catalog import TASKS
 
 pytestmark = pytest.mark.server
 HOOKS = """

@@ -39,7 +39,7 @@ from triptych.interface.page.form import (
 from triptych.interface.page.web import PageServer
 from triptych.interface.page.web import _read as read_form
 from triptych.spec.spec import load_spec
-from triptych.spec.tasks import TASKS
+from triptych.tasks.catalog import TASKS
 
 pytestmark = pytest.mark.build
 

@@ -18,8 +18,8 @@ from typer.testing import CliRunner, Result
 from conftest import ROOT, write_pipeline
 from served_command import TRIPTYCH
 from triptych.interface.cli import app, demo
-from triptych.spec.tasks import TASKS
-from triptych.spec.tasks.eval_file import EVAL_FILE, read_labels
+from triptych.spec.eval_file import EVAL_FILE, read_labels
+from triptych.tasks.catalog import TASKS
 
 pytestmark = pytest.mark.build
 

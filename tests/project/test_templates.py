@@ -26,13 +26,13 @@ from triptych.core.gate.cached import Gate
 from triptych.core.own_inputs import read_own_inputs
 from triptych.core.own_reader import OwnReader
 from triptych.interface.api import build
+from triptych.models.info import OwnInterface
 from triptych.runtime.hooking import load_hooks
 from triptych.serving.server import Server
 from triptych.spec.model_fields import load_model_spec
-from triptych.spec.model_info import OwnInterface
-from triptych.spec.tasks import TASKS
-from triptych.spec.tasks.own import own_task
+from triptych.spec.own_task import own_task
 from triptych.spec.template import BUILT_IN
+from triptych.tasks.catalog import TASKS
 
 pytestmark = pytest.mark.build
 # test_scaffold.py checks the command of every template, test_tasks.py serves every task.

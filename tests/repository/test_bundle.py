@@ -11,7 +11,7 @@ import pytest
 from triptych.building.generation.render import ENGINES
 from triptych.repository.bundle import RUNTIME, Link, bundle
 from triptych.repository.render import PARTS, step_roots
-from triptych.spec.tasks.catalog import TASKS
+from triptych.tasks.catalog import TASKS
 
 RUFF = Path(sys.executable).with_name("ruff")
 STEPS = ("preprocess", "core", "postprocess")

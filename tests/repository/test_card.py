@@ -12,15 +12,15 @@ import pytest
 from load_samples import bench, subject
 from plan_cases import facts
 from triptych.interface.report.bench import write_figures
+from triptych.models.source import read_license
 from triptych.repository.card import render_card
 from triptych.repository.manifest import build_id
 from triptych.repository.render import Content
 from triptych.repository.store import write_models
-from triptych.spec.model_source import read_license
 from triptych.spec.plan import make_plan
 from triptych.spec.spec import PipelineSpec
-from triptych.spec.tasks import TASKS
 from triptych.spec.traffic import Lengths
+from triptych.tasks.catalog import TASKS
 
 
 def test_the_license_is_what_the_models_card_names(tmp_path: Path) -> None:

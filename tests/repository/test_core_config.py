@@ -17,18 +17,18 @@ from triptych.repository.config_comments import explain
 from triptych.repository.config_text import GENERATED, check_config_texts, merge_config_text
 from triptych.repository.render import render
 from triptych.spec.model_fields import load_model_spec
+from triptych.spec.own_task import own_task
 from triptych.spec.plan import Plan, make_plan
 from triptych.spec.spec import load_spec
-from triptych.spec.tasks.catalog import (
-    TASKS,
-    TEXT_CLASSIFICATION,
-    TEXT_EMBEDDING,
-    TOKEN_CLASSIFICATION,
-    ZERO_SHOT_CLASSIFICATION,
-)
-from triptych.spec.tasks.own import own_task
-from triptych.spec.tasks.task import with_class_scores
 from triptych.spec.traffic import Lengths
+from triptych.tasks import (
+    text_classification,
+    text_embedding,
+    token_classification,
+    zero_shot_classification,
+)
+from triptych.tasks.catalog import TASKS
+from triptych.tasks.classes import with_class_scores
 
 CONFIGS = ROOT / "tests/data/configs"
 LENGTHS = Lengths.of([5, 9, 12, 17, 30], max_length=32)
@@ -101,7 +101,7 @@ CASES: dict[str, list[str]] = {
 def plan_of(folder: Path, overrides: list[str], **fields: Any) -> Plan:
     folder = write_pipeline(folder / "a", **fields)
     spec = load_spec(folder, ["core.max_batch_size=4", *overrides])
-    return make_plan(spec, facts(max_length=32), TEXT_EMBEDDING, {}, LENGTHS)
+    return make_plan(spec, facts(max_length=32), text_embedding.TASK, {}, LENGTHS)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -120,12 +120,13 @@ def test_config_and_inspect_are_as_they_were_read_and_found_right(
 
 def test_class_scores_need_all_classes_of_a_classification() -> None:
     info = facts(labels=tuple(map(str, range(100))), max_length=32)
-    task = with_class_scores(TEXT_CLASSIFICATION, info)
-    assert [tensor.dims for tensor in TEXT_CLASSIFICATION.core(info, {}).outputs] == [(64,)] * 2
+    task = with_class_scores(text_classification.TASK, info)
+    core = text_classification.TASK.core(info, {})
+    assert [tensor.dims for tensor in core.outputs] == [(64,)] * 2
     assert [tensor.dims for tensor in task.core(info, {}).outputs] == [(100,)] * 2
     assert (task.outputs[-1].name, task.outputs[-1].dims) == ("scores", (100,))
     assert task.settings(info)["class_scores"]
-    for other in (TEXT_EMBEDDING, TOKEN_CLASSIFICATION, ZERO_SHOT_CLASSIFICATION):
+    for other in (text_embedding.TASK, token_classification.TASK, zero_shot_classification.TASK):
         check_refused("is only supported for text-classification", with_class_scores, other, info)
 
 

@@ -18,8 +18,8 @@ from triptych.repository.render import Content, render
 from triptych.runtime.triton_io import read_settings
 from triptych.spec.plan import make_plan
 from triptych.spec.spec import load_spec
-from triptych.spec.tasks.catalog import TEXT_EMBEDDING
 from triptych.spec.traffic import Lengths
+from triptych.tasks import text_embedding
 
 LENGTHS = Lengths.of([12, 20, 30, 52], max_length=256)
 GPU = ("core.device=gpu", "core.precision=fp16")
@@ -29,7 +29,7 @@ def files_of(folder: Path, *overrides: str) -> dict[str, Content]:
     """Return the rendered files of a pipeline ``a``."""
     place = folder / str(len(list(folder.iterdir()))) / "a"
     spec = load_spec(write_pipeline(place), overrides)
-    plan = make_plan(spec, facts(), TEXT_EMBEDDING, {}, LENGTHS)
+    plan = make_plan(spec, facts(), text_embedding.TASK, {}, LENGTHS)
     graph = folder / "model.onnx"
     return render(
         plan,

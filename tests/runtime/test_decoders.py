@@ -19,11 +19,11 @@ from triptych.core.gate.reference import reference_of
 from triptych.core.gate.runs import decode, reference_row_outputs
 from triptych.core.inputs import read_inputs
 from triptych.core.requests import rows_of
+from triptych.models.info import ModelInfo
 from triptych.runtime import decode_rows
 from triptych.runtime.request_errors import RequestError
-from triptych.spec.model_info import ModelInfo
 from triptych.spec.spec import load_spec
-from triptych.spec.tasks import TASKS
+from triptych.tasks.catalog import TASKS
 
 pytestmark = pytest.mark.build
 

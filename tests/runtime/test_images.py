@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from PIL import Image, ImageFile
 
 from triptych.base.errors import UserError
+from triptych.models.image_core import ImageCore
+from triptych.models.image_source import read_image_info
+from triptych.models.info import ImageInfo
 from triptych.runtime.request_errors import RequestError
 from triptych.runtime.row_types import CoreRows, RowInputs
 from triptych.runtime.rows_image import ImageRowMaker
-from triptych.spec.image_core import ImageCore
-from triptych.spec.image_source import read_image_info
-from triptych.spec.model_info import ImageInfo
 
 pytestmark = pytest.mark.build
 

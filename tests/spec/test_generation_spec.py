@@ -24,6 +24,7 @@ from triptych.building.generation.model import (
     read_quantization,
 )
 from triptych.interface.cli.plan_text import describe_text_generation
+from triptych.models.fields import ModelSource
 from triptych.repository.manifest import (
     BuildManifest,
     EncoderManifest,
@@ -33,7 +34,6 @@ from triptych.repository.manifest import (
     with_time_of,
 )
 from triptych.repository.records import GateResult
-from triptych.spec.fields import ModelSource
 from triptych.spec.generation_fields import (
     GenerationCore,
     GenerationSpec,

@@ -29,19 +29,19 @@ from decoded_cases import (
 )
 from mistakes import check_refused, refusal
 from triptych.spec.backends import Precision
+from triptych.spec.custom_task import custom_task
+from triptych.spec.eval_file import first_rows, read_labels
 from triptych.spec.fields import Custom
-from triptych.spec.tasks import TASKS
-from triptych.spec.tasks.accuracy import METRICS, TOLERANCES, metrics_of, thresholds
-from triptych.spec.tasks.compare import (
+from triptych.tasks.accuracy import METRICS, TOLERANCES, metrics_of, thresholds
+from triptych.tasks.catalog import TASKS
+from triptych.tasks.compare import (
     Comparison,
     compare_anything,
     compare_labels,
     rank_correlation,
     spearman,
 )
-from triptych.spec.tasks.custom import custom_task
-from triptych.spec.tasks.eval_file import first_rows, read_labels
-from triptych.spec.tasks.labeled import (
+from triptych.tasks.labeled import (
     LABEL_ACCURACY,
     LOSSES_TO_SHOW,
     LabeledResult,
@@ -50,7 +50,7 @@ from triptych.spec.tasks.labeled import (
     difference_interval,
     ratio,
 )
-from triptych.spec.tasks.metrics_vectors import MAX_PAIRS
+from triptych.tasks.metrics_vectors import MAX_PAIRS
 
 NAN, INF = float("nan"), float("inf")
 

@@ -20,9 +20,9 @@ from triptych.spec.placement import (
 )
 from triptych.spec.plan import Plan, make_plan
 from triptych.spec.spec import load_spec
-from triptych.spec.tasks.catalog import TEXT_EMBEDDING
 from triptych.spec.traffic import Lengths
 from triptych.spec.tuned import Tuned, write_tuned
+from triptych.tasks import text_embedding
 
 LENGTHS = Lengths.of([12, 20, 30, 52], max_length=256)
 GPU = ("core.device=gpu", "core.precision=fp16")
@@ -32,7 +32,7 @@ def plan_on(folder: Path, machine: str, *overrides: str, **info: Any) -> Plan:
     """Return the plan of a new pipeline for a machine."""
     place = folder / f"a{len(list(folder.iterdir()))}"
     spec = load_spec(write_pipeline(place), (f"serving.machine={machine}", *overrides))
-    return make_plan(spec, facts(**info), TEXT_EMBEDDING, {}, LENGTHS)
+    return make_plan(spec, facts(**info), text_embedding.TASK, {}, LENGTHS)
 
 
 def placement_of(plan: Plan) -> MachinePlan:
@@ -144,7 +144,7 @@ def test_costs_that_tune_measured_replace_assumed_ones(tmp_path: Path) -> None:
     overrides = {"serving.queue.max_delay_us": 0}
     write_tuned(folder, Tuned(overrides, {"costs": costs}), spec_file="pipeline.yaml")
     spec = load_spec(folder, ("serving.machine=h200x16", *GPU))
-    placement = placement_of(make_plan(spec, facts(), TEXT_EMBEDDING, {}, LENGTHS))
+    placement = placement_of(make_plan(spec, facts(), text_embedding.TASK, {}, LENGTHS))
     assumed = placement_of(plan_on(tmp_path, "h200x16", *GPU)).costs
     assert placement.costs.steps["preprocess"].of_row(1) == pytest.approx(3.67)
     assert placement.costs.steps["postprocess"] == assumed.steps["postprocess"]

@@ -16,13 +16,13 @@ from conftest import LAYOUTS, write_pipeline
 from plan_cases import facts
 from triptych.base.tensors import INPUT_IDS, ROW_LENGTH, ROW_OFFSET, TokenRow
 from triptych.core.requests import core_feed
+from triptych.models.info import ImageInfo
 from triptych.repository.manifest import EncoderManifest, read_manifest
 from triptych.spec.engine_plan import MAX_GRAPHS, EnginePlan, RowCost, row_cost
-from triptych.spec.model_info import ImageInfo
 from triptych.spec.plan import Plan, batch_mib, bucket_of, choose_edges, make_plan
 from triptych.spec.spec import load_spec
-from triptych.spec.tasks.catalog import IMAGE_CLASSIFICATION, RERANKING, TEXT_EMBEDDING
 from triptych.spec.traffic import Lengths
+from triptych.tasks import image_classification, reranking, text_embedding
 
 LENGTHS = Lengths.of([5, 9, 12, 17, 30, 31, 60, 200], max_length=256)
 EVEN = Lengths.of([32] * 8, max_length=512)
@@ -35,7 +35,7 @@ def plan_of(
 ) -> Plan:
     """Return the plan of a new pipeline."""
     spec = load_spec(write_pipeline(folder / "a"), overrides)
-    return make_plan(spec, facts(**info), TEXT_EMBEDDING, {}, lengths, layout=layout)
+    return make_plan(spec, facts(**info), text_embedding.TASK, {}, lengths, layout=layout)
 
 
 def engine_of(plan: Plan) -> EnginePlan:
@@ -173,7 +173,7 @@ def test_images_have_one_profile_and_graphs(tmp_path: Path) -> None:
         object.__setattr__(image, name, value)
     spec = load_spec(write_pipeline(tmp_path / "a"), [*TENSORRT, "core.max_batch_size=4"])
     pictured = facts(image=image, labels=("a", "b"))
-    plan = make_plan(spec, pictured, IMAGE_CLASSIFICATION, {"top_k": 1}, None)
+    plan = make_plan(spec, pictured, image_classification.TASK, {"top_k": 1}, None)
     (profile,) = engine_of(plan).profiles
     assert profile["pixels"].minimum == (1, 8, 6, 3)
     assert profile["pixels"].maximum == (4, 8, 6, 3)
@@ -196,7 +196,7 @@ def test_pairs_have_their_first_segment_in_every_shape_and_the_lock_keeps_all(
     folder = write_pipeline(tmp_path / "a", task="reranking")
     for layout in LAYOUTS:
         spec = load_spec(folder, [*TENSORRT, f"core.layout={layout}"])
-        plan = make_plan(spec, facts(segments=2, labels=("a",)), RERANKING, {}, LENGTHS)
+        plan = make_plan(spec, facts(segments=2, labels=("a",)), reranking.TASK, {}, LENGTHS)
         engine = engine_of(plan)
         assert all("first_segment" in profile for profile in engine.profiles)
         assert all("first_segment" in graph.inputs for graph in engine.graph_specs)

@@ -21,13 +21,12 @@ from triptych.building import pipeline_checks
 from triptych.building.pipeline_checks import Check
 from triptych.core.inputs import task_of
 from triptych.interface.api import new
+from triptych.models.info import ModelInfo
 from triptych.runtime.hooking import load_hooks
 from triptych.spec.generation_fields import load_generation_spec, load_text2text_spec
 from triptych.spec.kind import GENERATION, TEXT2TEXT
-from triptych.spec.model_info import ModelInfo
 from triptych.spec.scaffold import Scaffold, scaffold, tasks
 from triptych.spec.spec import load_spec
-from triptych.spec.tasks import TASKS
 from triptych.spec.template import (
     ANSWERS_FILE,
     BUILT_IN,
@@ -37,6 +36,7 @@ from triptych.spec.template import (
     update,
 )
 from triptych.spec.traffic import read_traffic
+from triptych.tasks.catalog import TASKS
 
 NAMED = {"text-pair-classification": "text-classification"}
 """Templates with another name than their task: text-classification has one for pairs, too."""

@@ -17,10 +17,10 @@ from checkpoint_files import change, write
 from mistakes import check_refused
 from triptych.base.errors import UserError
 from triptych.core.export.to_onnx import load_model
-from triptych.spec.fields import EncoderSource, ModelSource
-from triptych.spec.model_info import Dense, Loader, Normalize
-from triptych.spec.model_source import AFTER_PADDING, find_folder, locate, read_model_info
-from triptych.spec.model_tokenizer import read_tokenizer
+from triptych.models.fields import EncoderSource, ModelSource
+from triptych.models.info import Dense, Loader, Normalize
+from triptych.models.source import AFTER_PADDING, find_folder, locate, read_model_info
+from triptych.models.tokenizer import read_tokenizer
 
 pytestmark = pytest.mark.build
 

@@ -11,7 +11,6 @@ from triptych.base.cache import sha256_of
 from triptych.spec.generation_fields import load_generation_spec
 from triptych.spec.slo import Slo, parse_slo
 from triptych.spec.spec import load_spec
-from triptych.spec.tasks import find_task
 from triptych.spec.traffic import Lengths, read_traffic
 from triptych.spec.tuned import (
     TUNABLE,
@@ -22,6 +21,7 @@ from triptych.spec.tuned import (
     tuned_text,
     write_tuned,
 )
+from triptych.tasks.catalog import find_task
 
 MISTAKES: list[tuple[str, list[str]]] = [
     ("core.layoot=packed", ["`--set core.layoot`", "not a field", "mean `layout`?"]),
@@ -102,7 +102,7 @@ def test_each_mistake_is_named(tmp_path: Path) -> None:
     check_refused("Pipelines here: a", load_spec, tmp_path / "nope")
     for name in ("Upper", "1st", "with space", "ä", "a" * 65):
         check_refused("lower-case", load_spec, write_pipeline(tmp_path / name))
-    check_refused("Choose one of: text-embedding", find_task, "text-embeding")
+    check_refused("Choose one of: fill-mask", find_task, "text-embeding")
 
 
 def test_traffic_may_hold_other_line_separators(tmp_path: Path) -> None:

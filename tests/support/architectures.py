@@ -23,8 +23,8 @@ from triptych.base.tensors import (
 )
 from triptych.core.export.to_onnx import export_onnx
 from triptych.core.gate.runs import RunBatch, open_onnx
-from triptych.spec.model_info import ModelInfo
-from triptych.spec.tasks.task import Core
+from triptych.models.info import ModelInfo
+from triptych.tasks.task import Core
 
 VOCABULARY = 120
 MASK = 4
@@ -138,7 +138,7 @@ def exported(name: str, head: str, layout: str) -> tuple[Path, ModelInfo]:
         export_onnx(folder, facts, core, inputs, packed=packed, target=folder / "onnx")
 
     code = [
-        code_hash("core/export/*.py", "spec/model_*.py", "base/tensors.py"),
+        code_hash("core/export/*.py", "models/*.py", "base/tensors.py"),
         sha256_of(Path(__file__)),
     ]
     versions = versions_of("torch", "transformers", "onnx", "onnxscript")

@@ -29,7 +29,7 @@ from triptych.serving.bench.results import to_json
 from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec, load_generation_spec
 from triptych.spec.slo import Slo
 from triptych.spec.spec import load_spec
-from triptych.spec.tasks.task import Core
+from triptych.tasks.task import Core
 
 KUBERNETES = ("1.37", "1.36", "1.35")
 """The newest two, and the oldest that is supported (November 2026)."""

@@ -12,9 +12,9 @@ from triptych.core.gate.check import check
 from triptych.core.gate.runs import RowOutputs, RunBatch
 from triptych.core.requests import Expected, GateRequest, Sample
 from triptych.repository.records import GateResult
-from triptych.spec.tasks import TASKS
-from triptych.spec.tasks.accuracy import metrics_of, thresholds
-from triptych.spec.tasks.task import Core, Returns, Task
+from triptych.tasks.accuracy import metrics_of, thresholds
+from triptych.tasks.catalog import TASKS
+from triptych.tasks.task import Core, Returns, Task
 
 CLASSES = 7
 KEPT = 3

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from triptych.spec.model_info import ModelInfo
+from triptych.models.info import ModelInfo
 
 
 def facts(**more: Any) -> ModelInfo:

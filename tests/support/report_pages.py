@@ -16,7 +16,7 @@ from triptych.repository.records import (
     Verdict,
     WorstRow,
 )
-from triptych.spec.tasks.labeled import LabeledResult
+from triptych.tasks.labeled import LabeledResult
 
 VOID = {"meta", "br", "wbr"}
 LAYERS = tuple(f"encoder.layer.{index}.{name}" for index in range(20) for name in ("query", "out"))

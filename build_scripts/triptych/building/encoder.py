@@ -27,6 +27,7 @@ from triptych.core.gate_rows import measure_diversity
 from triptych.core.inputs import PipelineInputs
 from triptych.core.own_chain import open_artifact
 from triptych.core.precision.stage import CheckedCore, full_precision, lower_precision, shared_core
+from triptych.models.source import read_license
 from triptych.repository.card import CARD_FILE, render_card
 from triptych.repository.manifest import (
     MANIFEST_FILE,
@@ -41,7 +42,6 @@ from triptych.repository.records import DryRun
 from triptych.repository.render import CoreFiles, Rendered, render
 from triptych.repository.sharing import check_sharers, owner_of_core
 from triptych.repository.store import hash_files
-from triptych.spec.model_source import read_license
 
 
 def make_encoder_core(

@@ -34,14 +34,14 @@ from triptych.core.own_chain import run_models
 from triptych.core.own_reader import OwnReader
 from triptych.core.own_stages import find_stages, takes_rows
 from triptych.core.requests import GateRequest
+from triptych.models.info import info_of_interface
 from triptych.runtime.hooking import HOOKS_FILE, MODULE_NAME, NUMPY_TYPES, REDACT, load_hooks
 from triptych.runtime.own_model import OwnDecoder, OwnRowMaker
 from triptych.runtime.own_step import OwnStep
 from triptych.runtime.request_errors import RequestError
 from triptych.runtime.row_types import Arrays, CoreRows, RowInputs, find_class
 from triptych.spec.model_fields import ModelSpec, files_of, load_model_spec
-from triptych.spec.model_info import info_of_interface
-from triptych.spec.tasks.own import COMPARE_PREFIX, own_task
+from triptych.spec.own_task import COMPARE_PREFIX, own_task
 from triptych.spec.traffic import TRAFFIC_FILE
 
 FUNCTIONS: Mapping[str, tuple[str, ...]] = {

@@ -25,6 +25,7 @@ import numpy as np
 
 from triptych.base.errors import UserError
 from triptych.core.inputs import labels_of, read_model_of, task_of
+from triptych.models.source import locate
 from triptych.repository.python_env import modules_of
 from triptych.runtime.hooking import (
     FUNCTIONS,
@@ -43,10 +44,9 @@ from triptych.runtime.hooking import (
 )
 from triptych.runtime.request_errors import RequestError
 from triptych.spec.model_fields import files_of
-from triptych.spec.model_source import locate
 from triptych.spec.spec import PipelineSpec, load_spec
-from triptych.spec.tasks.task import Task
 from triptych.spec.traffic import TRAFFIC_FILE, read_traffic
+from triptych.tasks.task import Task
 
 VARIABLE = 2
 """Number of elements along an axis of variable size."""

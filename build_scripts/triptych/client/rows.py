@@ -258,7 +258,7 @@ def plain_outputs(
 
 @functools.cache
 def _outputs_in_json() -> frozenset[str]:
-    from triptych.spec.tasks import TASKS
+    from triptych.tasks.catalog import TASKS
 
     tensors = (tensor for task in TASKS.values() for tensor in task.outputs)
     return frozenset(tensor.name for tensor in tensors if tensor.content == "json")

@@ -9,7 +9,7 @@ from triptych.base.errors import UserError
 from triptych.base.tensors import TokenRow
 from triptych.core.gate_rows import GateRows
 from triptych.core.reader import RequestReader
-from triptych.spec.fields import EncoderSource
+from triptych.models.fields import EncoderSource
 
 HEAD = re.compile(r"(For[A-Z]\w*|(With)?LMHeadModel)$")
 """End of the name of a class of transformers with a head."""

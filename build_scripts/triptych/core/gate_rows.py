@@ -31,7 +31,7 @@ from triptych.core.requests import (
     hash_inputs,
     preview_text,
 )
-from triptych.spec.tasks.catalog import PROMPT
+from triptych.tasks.prompts import PROMPT
 
 EDGE_TEXTS = {
     "empty": "",

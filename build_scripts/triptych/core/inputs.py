@@ -16,6 +16,9 @@ from triptych.core.gate_rows import CALIBRATION_ROWS, GATE_IMAGES, device_rows, 
 from triptych.core.own_chain import Chain
 from triptych.core.reader import RequestReader
 from triptych.core.requests import GateRequest, Sample
+from triptych.models.info import ModelInfo
+from triptych.models.source import locate, read_model
+from triptych.models.tokenizer import OTHER_TOKENIZER
 from triptych.repository.config_text import check_config_texts
 from triptych.repository.manifest import EncoderManifest, find_manifest
 from triptych.runtime.hooking import (
@@ -27,29 +30,24 @@ from triptych.runtime.hooking import (
     load_hooks,
 )
 from triptych.spec.backends import Precision
+from triptych.spec.custom_task import custom_task, with_added_outputs
+from triptych.spec.eval_file import EVAL_FILE, first_rows, read_labels
 from triptych.spec.fields import TRITON_AS_NONE, CoreSettings
 from triptych.spec.model_fields import CompiledSpec, files_of, is_own
-from triptych.spec.model_info import ModelInfo
-from triptych.spec.model_source import locate, read_model
-from triptych.spec.model_tokenizer import OTHER_TOKENIZER
+from triptych.spec.own_task import own_task
 from triptych.spec.plan import Layout, Plan, make_plan
 from triptych.spec.spec import SPEC_FILE, PipelineSpec
-from triptych.spec.tasks import Task, find_task
-from triptych.spec.tasks.catalog import (
-    FLOAT_EMBEDDING,
-    PAIR_CLASSIFICATION,
-    PROMPT,
-    TEXT_CLASSIFICATION,
-    TEXT_EMBEDDING,
-    with_logit_score,
-)
-from triptych.spec.tasks.custom import custom_task, with_added_outputs
-from triptych.spec.tasks.eval_file import EVAL_FILE, first_rows, read_labels
-from triptych.spec.tasks.labeled import LabeledRow
-from triptych.spec.tasks.own import own_task
-from triptych.spec.tasks.task import with_class_scores, with_threshold
 from triptych.spec.traffic import TRAFFIC_FILE, TrafficRow, read_traffic
 from triptych.spec.tuned import Tuned, describe_tuned, read_tuned
+from triptych.tasks import text_classification, text_embedding
+from triptych.tasks.catalog import find_task
+from triptych.tasks.classes import with_class_scores, with_threshold
+from triptych.tasks.labeled import LabeledRow
+from triptych.tasks.prompts import PROMPT
+from triptych.tasks.reranking import with_logit_score
+from triptych.tasks.task import Task
+from triptych.tasks.text_classification import PAIR_CLASSIFICATION
+from triptych.tasks.text_embedding import FLOAT_EMBEDDING
 
 INSTRUCTORS = tuple(f"hkunlp/instructor-{size}" for size in ("base", "large", "xl"))
 """Models whose prompts sentence-transformers leaves out of pooling, although their files do not."""
@@ -209,7 +207,7 @@ def task_of(spec: CompiledSpec) -> Task:
             given=f"task {spec.task}",
             remedy="`triptych new NAME custom` writes an example of both",
         )
-    if spec.pairs and spec.task != TEXT_CLASSIFICATION.name:
+    if spec.pairs and spec.task != text_classification.TASK.name:
         raise UserError(
             "pairs",
             "is only supported for task: text-classification",
@@ -219,7 +217,7 @@ def task_of(spec: CompiledSpec) -> Task:
     task = find_task(spec.task) if spec.custom is None else custom_task(spec.custom)
     if spec.pairs:
         task = PAIR_CLASSIFICATION
-    elif spec.serving.response_cache and task is TEXT_EMBEDDING:
+    elif spec.serving.response_cache and task is text_embedding.TASK:
         task = FLOAT_EMBEDDING
     return with_added_outputs(task, spec.outputs)
 

@@ -20,11 +20,11 @@ from triptych.base.onnx_graph import open_session
 from triptych.base.tensors import Tensor
 from triptych.core.export.own_graph import OwnGraph, RunGraph, run_session
 from triptych.core.requests import GateRequest, make_record
+from triptych.models.info import ModelNames, OwnStage
 from triptych.runtime.own_model import OwnDecoder, OwnRowMaker
 from triptych.runtime.own_step import PASSED, OwnStep, unpack_arrays
 from triptych.runtime.request_errors import RequestError
 from triptych.runtime.row_types import Arrays, Metadata, Parameters
-from triptych.spec.model_info import ModelNames, OwnStage
 
 Runs = Mapping[str, RunGraph]
 """Function that runs each model, by its name."""

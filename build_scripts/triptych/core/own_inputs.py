@@ -41,17 +41,17 @@ from triptych.core.requests import (
     record_sizes,
     rows_of,
 )
+from triptych.models.info import ModelInfo, OwnInterface, info_of_interface
 from triptych.repository.config_text import check_config_texts
 from triptych.runtime.hooking import HOOKS_FILE
 from triptych.runtime.request_errors import RequestError
 from triptych.runtime.row_types import find_class
 from triptych.spec.model_fields import ModelSpec, files_of
-from triptych.spec.model_info import ModelInfo, OwnInterface, info_of_interface
 from triptych.spec.own_plan import make_own_plan
+from triptych.spec.own_task import own_task
 from triptych.spec.plan import Plan
-from triptych.spec.tasks.own import own_task
-from triptych.spec.tasks.task import Task
 from triptych.spec.traffic import TRAFFIC_FILE
+from triptych.tasks.task import Task
 
 KNOWN_ROWS = 32
 """Maximum number of rows of the traffic from which free axes are known."""

@@ -15,22 +15,16 @@ from triptych.core.gate_rows import EDGE_TEXTS, make_bitmap, probe_texts
 from triptych.core.own_chain import Chain, rows_of_model
 from triptych.core.reader import check_line
 from triptych.core.requests import GateRequest, hash_inputs, preview_text
+from triptych.models.info import ModelInfo, ModelNames, OwnInterface, OwnStage, info_of_interface
 from triptych.runtime.hooking import HOOKS_FILE
 from triptych.runtime.own_model import OwnInputs, OwnRowMaker, make_array
 from triptych.runtime.own_step import OwnStep
 from triptych.runtime.request_errors import RequestError
 from triptych.runtime.row_types import Arrays, CoreRows, RowInputs
 from triptych.spec.model_fields import PREPROCESS, InputField, ModelSpec
-from triptych.spec.model_info import (
-    ModelInfo,
-    ModelNames,
-    OwnInterface,
-    OwnStage,
-    info_of_interface,
-)
-from triptych.spec.tasks.own import step_settings
-from triptych.spec.tasks.task import Task
+from triptych.spec.own_task import step_settings
 from triptych.spec.traffic import PARAMETERS, require_lines
+from triptych.tasks.task import Task
 
 _DEVICE_ROWS = 8
 """Number of rows for the check on the device that serves."""

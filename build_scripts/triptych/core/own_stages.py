@@ -28,12 +28,12 @@ from triptych.core.own_chain import (
 )
 from triptych.core.own_reader import OwnReader
 from triptych.core.requests import GateRequest, Sample
+from triptych.models.info import ModelNames, OwnInterface, OwnStage
 from triptych.runtime.hooking import FORWARDED_PREFIX, HOOKS_FILE, has_parameter
 from triptych.runtime.own_model import ROW_COUNTS
 from triptych.runtime.own_step import PASSED, unpack_arrays
 from triptych.runtime.row_types import Arrays, CoreRows
 from triptych.spec.model_fields import ModelSpec
-from triptych.spec.model_info import ModelNames, OwnInterface, OwnStage
 
 APART_ROWS = 4
 """Number of rows that run alone and in one batch to find a graph that mixes rows."""

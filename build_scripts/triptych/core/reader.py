@@ -16,15 +16,15 @@ from typing import Any
 from triptych.base.errors import UserError
 from triptych.base.tensors import TokenRow
 from triptych.core.requests import GateRequest, preview_text
+from triptych.models.info import ModelInfo
 from triptych.runtime.hooking import Hook, call_before
 from triptych.runtime.request_errors import RequestError
 from triptych.runtime.row_types import RowMaker, TextRowMaker, find_class
 from triptych.runtime.triton_io import check_parameters
-from triptych.spec.model_info import ModelInfo
 from triptych.spec.plan import core_rows_of, max_length_of, row_settings
 from triptych.spec.spec import PipelineSpec
-from triptych.spec.tasks import Task
 from triptych.spec.traffic import Lengths, TrafficRow
+from triptych.tasks.task import Task
 
 UNLIMITED = 1 << 30
 

@@ -8,12 +8,13 @@ from collections.abc import Iterable, Iterator
 
 from triptych.base.formatting import amount, figures
 from triptych.base.tensors import Tensor
+from triptych.models.fields import name_of_source
 from triptych.repository.manifest import FIGURES_FILE
 from triptych.repository.records import GateResult
-from triptych.spec.fields import name_of_source
 from triptych.spec.model_fields import is_own
 from triptych.spec.plan import Plan
-from triptych.spec.tasks.task import CLASS_DECODER, CLASS_SCORES, Rule
+from triptych.tasks.classes import CLASS_DECODER, CLASS_SCORES
+from triptych.tasks.task import Rule
 
 CARD_FILE = "README.md"
 HTTP, GRPC = "127.0.0.1:8000", "127.0.0.1:8001"

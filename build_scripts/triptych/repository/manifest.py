@@ -34,7 +34,7 @@ from triptych.spec.kind import MODEL, Kind, kind_of_task
 from triptych.spec.model_fields import ModelSpec
 from triptych.spec.plan import Layout, Plan
 from triptych.spec.spec import PipelineSpec, not_known_here
-from triptych.spec.tasks.task import Core
+from triptych.tasks.task import Core
 
 PLAN_FILE = "model.plan"
 """Engine of a TensorRT core, beside the ONNX file it was built from."""

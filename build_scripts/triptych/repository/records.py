@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, SkipValidation, TypeAdapter
 
 from triptych.spec.backends import Precision
 from triptych.spec.engine_plan import ShapeRange
-from triptych.spec.tasks.labeled import LabeledResult
+from triptych.tasks.labeled import LabeledResult
 
 
 def json_text(value: Any) -> str:

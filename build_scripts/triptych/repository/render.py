@@ -14,6 +14,7 @@ from triptych.base.releases import OLDEST, fields_newer_than, parse_release, wit
 from triptych.base.tensors import REQUEST_PAYLOAD, REQUEST_TICKET, ROW_SPAN, Tensor
 from triptych.container.health import QUESTION_FILE, WORK_FIELD
 from triptych.container.serving_machine import choose, parse_machine
+from triptych.models.info import ModelNames, OwnInterface, OwnStage
 from triptych.repository.bundle import Link, bundle
 from triptych.repository.config import (
     CONFIG_FILE,
@@ -35,10 +36,10 @@ from triptych.runtime.hooking import FILES_FOLDER
 from triptych.runtime.own_model import ROW_TYPES, make_array
 from triptych.runtime.triton_io import SETTINGS_FILE, SETTINGS_PARAMETER
 from triptych.spec.model_fields import files_of, is_own
-from triptych.spec.model_info import ModelNames, OwnInterface, OwnStage
+from triptych.spec.own_task import step_settings
 from triptych.spec.plan import Plan
-from triptych.spec.tasks.own import step_settings
-from triptych.spec.tasks.task import CLASS_SCORES, LABELS_FILE, Task
+from triptych.tasks.classes import CLASS_SCORES, LABELS_FILE
+from triptych.tasks.task import Task
 
 BATCH_TOKENS = {"cpu": 0, "gpu": 512}
 """Fixed cost of a batch of the core, as a number of tokens in another batch. It is almost nothing

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, get_args
 from pydantic import BaseModel
 
 from triptych.spec.spec import RESERVED
-from triptych.spec.tasks.accuracy import METRICS
+from triptych.tasks.accuracy import METRICS
 
 
 class SpecField(NamedTuple):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from triptych.base.errors import UserError
 from triptych.base.releases import OLDEST
 from triptych.container.serving_machine import MAX_CORES, ServingMachine, parse_machine
+from triptych.models.fields import Frozen, TokenizerChoice
 from triptych.spec.backends import BACKENDS, BackendName, DeviceName, Precision
 from triptych.spec.slo import Slo
 
@@ -45,62 +46,10 @@ Distance = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
-class Frozen(BaseModel):
-    """Immutable values; fields that are not declared are rejected."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
 def check_release(triton: str) -> None:
     """Raise a `ValueError` if a release (``YY.MM``) is older than the oldest supported one."""
     if triton < str(OLDEST):  # two digits each: texts are ordered as releases are
         raise ValueError(f"serving.triton must be {OLDEST} or later")
-
-
-class ModelSource(Frozen):
-    """Location of the model's files.
-
-    Attributes:
-        source: ``package:<module>/<folder>``, a local folder (absolute, or relative to the folder
-            of the pipeline), or a Hub id ``owner/name``.
-        revision: Commit, tag or branch of a Hub id.
-    """
-
-    source: str
-    revision: str | None = None
-
-
-class EncoderSource(ModelSource):
-    """Location of an encoder's files.
-
-    Attributes:
-        accept_architecture: Whether the class in ``config.json`` may be that of another task.
-    """
-
-    accept_architecture: bool = False
-
-
-def name_of_source(source: str) -> str:
-    """Return the name of a model by its source: the last part of a path, or the source itself."""
-    is_path = source.startswith((".", "/", "~")) or source.count("/") > 1
-    if source.startswith("package:") or not is_path:
-        return source
-    return source.rstrip("/").rpartition("/")[2] or source
-
-
-TokenizerSource = Literal["file", "class"]
-
-
-class TokenizerChoice(Frozen):
-    """Tokenizer of the model.
-
-    Attributes:
-        source: Origin of the tokenizer: the model's ``tokenizer.json``, as the tokenizers library
-            and TEI read it (``file``), or the class in transformers, which ignores parts of the
-            file (``class``). None: the class, and the build ends if their tokens differ.
-    """
-
-    source: TokenizerSource | None = None
 
 
 class Tokenizer(TokenizerChoice):
@@ -487,7 +436,7 @@ class Serving(Frozen):
             read. ``none``: no rows, and no check.
         config: Further settings of Triton by step (``ensemble``, ``preprocess``, ``core``,
             ``postprocess``), as text in the format of ``config.pbtxt``.
-        versions: Version numbers of the ensemble, ``[1]`` if none are given. The largest answers
+        versions: Version numbers of the ensemble. The largest answers
             requests that name none. The steps have version 1.
         flow_control: Order of the requests under overload. ``triptych``: first those that will
             most likely be answered before their clients give up. ``triton``: that of arrival; the
@@ -520,7 +469,7 @@ class Serving(Frozen):
     sample: SamplingSettings | None = None
     device_check: Literal["synthetic", "traffic", "none"] = "synthetic"
     config: ConfigTexts = Field(default_factory=dict)
-    versions: Versions = Field(default_factory=lambda: [1])
+    versions: Versions = [1]
     flow_control: Literal["triptych", "triton", "none"] = "triptych"
     response_cache: bool = False
     class_scores: bool = False
@@ -612,7 +561,9 @@ class CustomOutput(Frozen):
 
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
     dtype: Literal["BYTES", "FP32", "INT8", "INT32", "INT64", "BOOL"]
-    dims: Annotated[list[Annotated[int, Field(ge=-1, le=1_000_000)]], Field(min_length=1)] = [1]
+    dims: Annotated[list[Annotated[int, Field(ge=-1, le=1_000_000)]], Field(min_length=1)] = Field(
+        [1]
+    )
 
 
 class Custom(Frozen):

@@ -14,22 +14,14 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from triptych.base.errors import UserError, closest
 from triptych.base.releases import OLDEST
+from triptych.models.fields import Frozen, ModelSource, TokenizerChoice
 from triptych.runtime.sampling_parameters import (
     ADAPTER,
     MAX_NAME_CHARACTERS,
     PRIORITY,
     find_fault,
 )
-from triptych.spec.fields import (
-    ConfigTexts,
-    Frozen,
-    ModelSource,
-    Positive,
-    PriorityLevels,
-    TokenizerChoice,
-    Versions,
-    check_release,
-)
+from triptych.spec.fields import ConfigTexts, Positive, PriorityLevels, Versions, check_release
 from triptych.spec.kind import Kind
 from triptych.spec.slo import GenerationSlo
 from triptych.spec.spec import load_as

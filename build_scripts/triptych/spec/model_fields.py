@@ -17,10 +17,11 @@ from typing_extensions import TypeIs
 
 from triptych.base.errors import UserError
 from triptych.base.tensors import DType, Tensor
-from triptych.spec.fields import Accuracy, CoreSettings, Distance, Frozen, Positive, Serving
+from triptych.models.fields import Frozen
+from triptych.spec.fields import Accuracy, CoreSettings, Distance, Positive, Serving
 from triptych.spec.kind import Kind
 from triptych.spec.spec import PipelineSpec, load_tunable
-from triptych.spec.tasks.task import Rule
+from triptych.tasks.task import Rule
 
 ValueType = Literal["text", "bytes", "int", "float", "bool"]
 MetricKind = Literal["exact", "max_difference", "cosine", "top1", "iou", "function"]

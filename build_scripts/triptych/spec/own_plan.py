@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from triptych.models.info import ModelInfo, OwnInterface
 from triptych.spec.engine_plan import engine_plan
 from triptych.spec.model_fields import ModelSpec
-from triptych.spec.model_info import ModelInfo, OwnInterface
 from triptych.spec.plan import TENSOR_CORE_MULTIPLE, Plan, WarmUp, choose_edges, placed
-from triptych.spec.tasks.task import Task
 from triptych.spec.traffic import Lengths
+from triptych.tasks.task import Task
 
 
 def make_own_plan(

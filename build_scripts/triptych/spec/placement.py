@@ -14,11 +14,11 @@ from typing import NamedTuple
 from triptych.base.errors import UserError
 from triptych.base.explained import ExplainedValue
 from triptych.container.serving_machine import GPUS, ServingMachine
+from triptych.models.info import ModelInfo
 from triptych.spec.backends import BACKENDS
 from triptych.spec.engine_plan import CPU, GPU, USUAL_LAYERS, row_us
 from triptych.spec.fields import CoreSettings
 from triptych.spec.model_fields import CompiledSpec, is_own
-from triptych.spec.model_info import ModelInfo
 from triptych.spec.traffic import Lengths
 from triptych.spec.tuned import read_tuned
 

@@ -28,6 +28,7 @@ from triptych.base.tensors import (
     Tensor,
 )
 from triptych.container.serving_machine import ServingMachine, parse_machine
+from triptych.models.info import ModelInfo, OwnStage
 from triptych.runtime.hooking import FORWARDED_PREFIX
 from triptych.runtime.packing import count_slots
 from triptych.spec.backends import BACKENDS, CoreBackend
@@ -41,12 +42,11 @@ from triptych.spec.engine_plan import (
     row_cost,
 )
 from triptych.spec.model_fields import PREPROCESS, CompiledSpec, is_own
-from triptych.spec.model_info import ModelInfo, OwnStage
 from triptych.spec.placement import MachinePlan, place, without
 from triptych.spec.spec import PipelineSpec
-from triptych.spec.tasks import Core, Task
-from triptych.spec.tasks.catalog import PROMPT
 from triptych.spec.traffic import Lengths
+from triptych.tasks.prompts import PROMPT
+from triptych.tasks.task import Core, Task
 
 ELEMENT_BYTES = {"fp32": 4}
 """Size of an activation in bytes by precision; 2 for all others. On a CPU activations are fp32."""

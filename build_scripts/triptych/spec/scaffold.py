@@ -21,8 +21,8 @@ from typing import Any
 
 from triptych.base.errors import UserError, closest
 from triptych.base.files import expand_home, parse_yaml
+from triptych.models.source import check_model_files
 from triptych.spec.kind import GENERATING, GENERATION
-from triptych.spec.model_source import check_model_files
 from triptych.spec.scaffold_graph import Described, fit_graph
 from triptych.spec.spec import SPEC_FILE, check_folder
 from triptych.spec.template import BUILT_IN, TemplateChoice, find_template, render

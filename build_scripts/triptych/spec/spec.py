@@ -17,13 +17,12 @@ from pydantic_core import ErrorDetails
 
 from triptych.base.errors import UserError, closest
 from triptych.base.files import parse_yaml
+from triptych.models.fields import EncoderSource, Frozen
 from triptych.spec.fields import (
     Accuracy,
     CoreSettings,
     Custom,
     CustomOutput,
-    EncoderSource,
-    Frozen,
     Image,
     Serving,
     Tokenizer,

@@ -13,8 +13,8 @@ from typing import Any
 
 from triptych.base.cache import cached_stage, code_hash, sha256_of, versions_of
 from triptych.base.errors import Progress, UserError, closest
+from triptych.models.source import find_folder
 from triptych.spec.generation_fields import GenerationSpec
-from triptych.spec.model_source import find_folder
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

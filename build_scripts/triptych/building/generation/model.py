@@ -15,17 +15,17 @@ from tokenizers import Tokenizer
 
 from triptych.base.cache import cached_stage, code_hash, versions_of
 from triptych.base.errors import Progress, UserError
-from triptych.runtime.generation_messages import TOKENIZER_FILE
-from triptych.runtime.prompts import TEMPLATE_FILE, ChatTemplate
-from triptych.runtime.sampling_parameters import DEFAULTS, find_fault
-from triptych.spec.fields import TokenizerSource
-from triptych.spec.model_source import hash_model
-from triptych.spec.model_tokenizer import (
+from triptych.models.fields import TokenizerSource
+from triptych.models.source import hash_model
+from triptych.models.tokenizer import (
     OTHER_TOKENIZER,
     OUT_OF_REACH,
     load_tokenizer,
     write_tokenizers,
 )
+from triptych.runtime.generation_messages import TOKENIZER_FILE
+from triptych.runtime.prompts import TEMPLATE_FILE, ChatTemplate
+from triptych.runtime.sampling_parameters import DEFAULTS, find_fault
 from triptych.spec.scaffold import LIMITS
 
 CONVERTED = {"int8": "int", "fp8": "float"}
@@ -215,8 +215,8 @@ def read_generation_model(
         "versions": versions_of("transformers", "tokenizers"),
         "code": code_hash(
             "building/generation/model.py",
-            "spec/model_source.py",
-            "spec/model_tokenizer.py",
+            "models/source.py",
+            "models/tokenizer.py",
         ),
     }
 

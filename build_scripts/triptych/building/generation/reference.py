@@ -22,8 +22,8 @@ from triptych.building.generation.inputs import GeneratingInputs, GenerationInpu
 from triptych.building.generation.text2text import Text2TextInputs, without_advice
 from triptych.building.generation.weights import load_model
 from triptych.core.export.model_checks import check_unused
+from triptych.models.tokenizer import load_tokenizer
 from triptych.spec.kind import Kind
-from triptych.spec.model_tokenizer import load_tokenizer
 
 TOKENS = 24
 """Maximum number of tokens in an answer of the reference."""

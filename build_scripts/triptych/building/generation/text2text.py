@@ -36,14 +36,14 @@ from triptych.building.generation.model import (
     read_config,
     read_generation_config,
 )
+from triptych.models.fields import TokenizerSource
+from triptych.models.source import hash_model, locate
+from triptych.models.tokenizer import write_tokenizers
 from triptych.repository.config_text import check_config_texts
 from triptych.runtime.engine_ctranslate2 import COMPUTE_TYPES, VOCABULARY_FILE
 from triptych.runtime.generation_messages import TOKENIZER_FILE
 from triptych.runtime.prompts import PIECES_FILE, SPACE
-from triptych.spec.fields import TokenizerSource
 from triptych.spec.generation_fields import Text2TextSpec
-from triptych.spec.model_source import hash_model, locate
-from triptych.spec.model_tokenizer import write_tokenizers
 from triptych.spec.traffic import TRAFFIC_FILE
 
 SOURCE_FILE = "source.spm"
@@ -417,8 +417,8 @@ def _read_model(
         "versions": versions_of("transformers", "tokenizers"),
         "code": code_hash(
             "building/generation/text2text.py",
-            "spec/model_source.py",
-            "spec/model_tokenizer.py",
+            "models/source.py",
+            "models/tokenizer.py",
         ),
     }
 

@@ -14,9 +14,9 @@ from typing import Any
 from triptych.base.cache import cached_stage, code_hash, sha256_of
 from triptych.base.errors import Progress, UserError
 from triptych.core.export.model_checks import check_unused
+from triptych.models.fields import ModelSource
+from triptych.models.source import locate
 from triptych.serving.generation_environment import environment_python, vllm_packages
-from triptych.spec.fields import ModelSource
-from triptych.spec.model_source import locate
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Order of eight consecutive values in a word of AWQ."""

@@ -48,10 +48,10 @@ from triptych.repository.records import (
 )
 from triptych.spec.backends import Precision
 from triptych.spec.engine_plan import ShapeRange
-from triptych.spec.tasks.accuracy import default_limits
-from triptych.spec.tasks.compare import TIE
-from triptych.spec.tasks.metrics_vectors import COSINES
-from triptych.spec.tasks.task import Core
+from triptych.tasks.accuracy import default_limits
+from triptych.tasks.compare import TIE
+from triptych.tasks.metrics_vectors import COSINES
+from triptych.tasks.task import Core
 
 PAD = 0
 """Token id of padding. Any id works, because padding does not change results."""

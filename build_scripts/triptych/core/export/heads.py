@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from triptych.base.errors import UserError
 from triptych.core.export.model_checks import check_finite
-from triptych.spec.model_info import Activation, Dense, LogitScore, ModelInfo, Normalize, Truncate
-from triptych.spec.tasks.task import Returns
+from triptych.models.info import Activation, Dense, LogitScore, ModelInfo, Normalize, Truncate
+from triptych.tasks.task import Returns
 
 Reading = Literal["cls", "mean", "lasttoken", "lastword", "max", "mask", "all"]
 """Tokens that a head reads. ``lasttoken`` is the last token of a row; ``lastword`` is the last

@@ -38,9 +38,9 @@ from triptych.core.export.packing import (
     last_picked,
     takes,
 )
+from triptych.models.info import ModelInfo
 from triptych.runtime.packing import MULTIPLE, count_slots
-from triptych.spec.model_info import ModelInfo
-from triptych.spec.tasks.task import Core
+from triptych.tasks.task import Core
 
 TOLERANCE = 1e-4
 """Maximum difference between a row in a batch and the row alone, relative to the largest element.

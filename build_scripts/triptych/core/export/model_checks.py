@@ -9,7 +9,7 @@ from collections.abc import Collection
 from typing import Any
 
 from triptych.base.errors import UserError
-from triptych.spec.model_text import CLASSIFIES
+from triptych.models.text import CLASSIFIES
 
 TEXT_ALONE = {
     "bbox": "the box of each word on its page",

@@ -31,10 +31,10 @@ from triptych.core.export.places import (
     compute_from_values,
     compute_places,
 )
-from triptych.spec.model_info import ModelInfo
-from triptych.spec.model_source import CODE as MODEL_CODE
+from triptych.models.info import ModelInfo
+from triptych.models.source import CODE as MODEL_CODE
 from triptych.spec.plan import Plan
-from triptych.spec.tasks.task import Core
+from triptych.tasks.task import Core
 
 OPSET = 18
 RESULTS = ("last_hidden_state", "logits", "start_logits", "end_logits")
@@ -332,7 +332,7 @@ def _graph(
     packed = layout != "bucketed"
     returned = Returned(core.returns, activation, kept=int(kept), flatten=packed and core.per_token)
     if core.reads == "image":
-        from triptych.spec.image_core import ImageCore
+        from triptych.models.image_core import ImageCore
 
         if info.image is None:
             raise UserError(

@@ -22,7 +22,7 @@ from triptych.repository.records import GateResult, Verdict, read_record
 from triptych.spec.backends import Precision
 from triptych.spec.model_fields import files_of, is_own
 from triptych.spec.plan import Plan
-from triptych.spec.tasks.accuracy import (
+from triptych.tasks.accuracy import (
     TOLERANCES,
     above_rounding,
     is_lower_better,
@@ -33,7 +33,7 @@ from triptych.spec.tasks.accuracy import (
 
 CODE = (
     "core/gate/*.py",
-    "spec/tasks/*.py",
+    "tasks/*.py",
     "runtime/*.py",
     "!runtime/engine_*.py",
     "!runtime/generation_*.py",

@@ -47,9 +47,9 @@ from triptych.core.requests import (
 )
 from triptych.repository.records import GateResult, ProbeResult, Verdict, WorstRow
 from triptych.spec.backends import Precision
-from triptych.spec.tasks.accuracy import METRICS, OWN_METRICS, is_lower_better
-from triptych.spec.tasks.labeled import LabeledResult, LabeledRow, compare_labeled
-from triptych.spec.tasks.task import Core
+from triptych.tasks.accuracy import METRICS, OWN_METRICS, is_lower_better
+from triptych.tasks.labeled import LabeledResult, LabeledRow, compare_labeled
+from triptych.tasks.task import Core
 
 WORST_ROWS = 10
 MAX_ANSWER = 120

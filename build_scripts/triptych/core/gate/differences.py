@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from triptych.core.gate.runs import Incomparable, RowOutputs, RunBatch, choices_of, run_rows
 from triptych.core.requests import Expected, Sample
-from triptych.spec.tasks.compare import TIE
-from triptych.spec.tasks.metrics_vectors import row_cosines
-from triptych.spec.tasks.task import Core
+from triptych.tasks.compare import TIE
+from triptych.tasks.metrics_vectors import row_cosines
+from triptych.tasks.task import Core
 
 ERROR_BATCH = 32
 Pairs = Sequence[tuple[RowOutputs, Expected]]

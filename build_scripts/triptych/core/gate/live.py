@@ -37,9 +37,9 @@ from triptych.runtime.hooking import NUMPY_TYPES
 from triptych.runtime.row_types import RowMaker, find_class
 from triptych.spec.backends import Precision
 from triptych.spec.plan import Plan
-from triptych.spec.tasks.accuracy import TOLERANCES, Tolerance
-from triptych.spec.tasks.compare import Outputs
-from triptych.spec.tasks.task import Parameters, Task
+from triptych.tasks.accuracy import TOLERANCES, Tolerance
+from triptych.tasks.compare import Outputs
+from triptych.tasks.task import Parameters, Task
 
 SCORES = "score"
 

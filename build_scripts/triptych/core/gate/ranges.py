@@ -16,7 +16,7 @@ from triptych.core.inputs import PipelineInputs
 from triptych.core.requests import hash_inputs, hash_rows, rows_of
 from triptych.repository.render import Ranges
 from triptych.runtime.decode_rows import RANGES_FILE, to_unit_length
-from triptych.spec.tasks.catalog import TEXT_EMBEDDING
+from triptych.tasks import text_embedding
 
 CODE = ("core/gate/ranges.py", "core/gate/reference.py", "runtime/decode_rows.py")
 MULTIPLE = 128
@@ -29,7 +29,7 @@ def find_ranges(inputs: PipelineInputs, progress: Progress) -> Ranges | None:
     None for other tasks than text-embedding. A single vector has no ranges, so it gives no sizes.
     """
     plan = inputs.plan
-    if plan.task.name != TEXT_EMBEDDING.name:
+    if plan.task.name != text_embedding.TASK.name:
         return None
     texts = {hash_inputs(request.sent) for request in inputs.requests if not request.edge}
     # Prompted requests are edge cases of the gate, with texts of the traffic.

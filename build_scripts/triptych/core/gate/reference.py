@@ -24,15 +24,15 @@ from triptych.base.tensors import TokenRow
 from triptych.core.export.own_graph import open_own_model
 from triptych.core.inputs import PipelineInputs
 from triptych.core.requests import Expected, GateRequest, Sample, core_feed, hash_rows, rows_of
+from triptych.models.info import Activation, ModelInfo
+from triptych.models.source import CODE as MODEL_CODE
+from triptych.models.tokenizer import load_tokenizer
 from triptych.runtime.row_types import find_class
 from triptych.runtime.rows_spans import MAX_STRIDE
 from triptych.spec.model_fields import is_own
-from triptych.spec.model_info import Activation, ModelInfo
-from triptych.spec.model_source import CODE as MODEL_CODE
-from triptych.spec.model_tokenizer import load_tokenizer
 from triptych.spec.plan import Plan
-from triptych.spec.tasks.catalog import PROMPT
-from triptych.spec.tasks.task import Core
+from triptych.tasks.prompts import PROMPT
+from triptych.tasks.task import Core
 
 OVERRIDES = {
     "dtype=float32": "the gate compares with fp32; files in half precision would be loaded as such",

@@ -38,8 +38,8 @@ from triptych.repository.config import warm_up_file
 from triptych.runtime.row_metadata import unpack_metadata
 from triptych.runtime.row_types import Arrays, find_class
 from triptych.spec.plan import Plan
-from triptych.spec.tasks.compare import TIE
-from triptych.spec.tasks.task import Core, Parameters, Task
+from triptych.tasks.compare import TIE
+from triptych.tasks.task import Core, Parameters, Task
 
 RowOutputs = dict[str, NDArray[Any]]
 """Outputs of the core for one row, by name; per-token outputs are without padding."""

@@ -47,9 +47,9 @@ from triptych.repository.manifest import EncoderManifest, find_manifest
 from triptych.repository.records import GateResult, LiveRun, Verdict, WorstRow
 from triptych.spec.backends import Precision
 from triptych.spec.plan import Plan
-from triptych.spec.tasks.accuracy import Tolerance, above_rounding, is_lower_better, is_met
-from triptych.spec.tasks.compare import Outputs
-from triptych.spec.tasks.labeled import describe_labeled
+from triptych.tasks.accuracy import Tolerance, above_rounding, is_lower_better, is_met
+from triptych.tasks.compare import Outputs
+from triptych.tasks.labeled import describe_labeled
 
 ANSWER_AGREEMENT = "answers_alike"
 """Ratio of requests whose whole answer is like the reference's. It is measured if no metric of the

@@ -17,16 +17,16 @@ from triptych.building.generation.render import FROM_CORE, INPUTS, OUTPUTS, TO_C
 from triptych.building.generation.text2text import Text2TextInputs
 from triptych.core.export.to_onnx import plain_reason
 from triptych.core.inputs import PipelineInputs
+from triptych.models.tokenizer import OUT_OF_REACH
 from triptych.repository.manifest import EncoderManifest, find_manifest
 from triptych.repository.render import python_steps, stages_of
 from triptych.runtime.engine_ctranslate2 import UNKNOWN
 from triptych.runtime.sampling_parameters import DEFAULTS
 from triptych.spec.engine_plan import EnginePlan, ShapeRange
 from triptych.spec.fields import TRITON_AS_NONE, PriorityLevels, SessionOptions
-from triptych.spec.model_tokenizer import OUT_OF_REACH
 from triptych.spec.placement import MachinePlan
 from triptych.spec.plan import Plan
-from triptych.spec.tasks.task import LABELS_FILE
+from triptych.tasks.classes import LABELS_FILE
 
 if TYPE_CHECKING:
     from triptych.repository.manifest import EncoderManifest

@@ -13,7 +13,7 @@ from typing import Any, cast
 from triptych.client import Client, Completion, Generation, InferenceError, Sampling
 from triptych.interface.page.web import MAX_EXAMPLES, PageServer, read_text
 from triptych.interface.report.pages import lines, render
-from triptych.spec.fields import name_of_source
+from triptych.models.fields import name_of_source
 from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
 from triptych.spec.traffic import TRAFFIC_FILE, read_lines
 

@@ -27,8 +27,8 @@ from triptych.interface.page.form import (
 )
 from triptych.interface.page.web import EXAMPLE, MAX_EXAMPLES, PageServer, read_text
 from triptych.interface.report.pages import render
+from triptych.models.fields import name_of_source
 from triptych.repository.manifest import find_settings
-from triptych.spec.fields import name_of_source
 from triptych.spec.model_fields import CompiledSpec, is_own
 from triptych.spec.traffic import (
     PARAMETERS,

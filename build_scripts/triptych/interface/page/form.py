@@ -13,9 +13,8 @@ from triptych.base.files import parse_yaml
 from triptych.base.tensors import Tensor
 from triptych.client.rows import request_parameter
 from triptych.client.wire import Parameter
-from triptych.spec.tasks import Task, View
-from triptych.spec.tasks.task import ViewKind
 from triptych.spec.traffic import TrafficRow
+from triptych.tasks.task import Task, View, ViewKind
 
 SECOND = "second"
 """Name of the field with a second text, on pages that compare vectors."""

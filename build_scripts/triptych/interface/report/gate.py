@@ -12,7 +12,7 @@ from triptych.base.formatting import NOTHING, code, figure, number
 from triptych.interface.report import plots
 from triptych.interface.report.pages import render, write_report
 from triptych.repository.records import GateResult, PrecisionTrial, json_text
-from triptych.spec.tasks.accuracy import find_metric, is_lower_better
+from triptych.tasks.accuracy import find_metric, is_lower_better
 
 
 @dataclass(frozen=True)

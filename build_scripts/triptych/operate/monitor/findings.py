@@ -20,8 +20,8 @@ from triptych.operate.tune.drift import Drift
 from triptych.repository.manifest import EncoderManifest
 from triptych.runtime.hooking import HOOKS_FILE
 from triptych.spec.spec import SPEC_FILE
-from triptych.spec.tasks.compare import Outputs, texts
 from triptych.spec.tuned import TUNED_FILE
+from triptych.tasks.compare import Outputs, texts
 
 SIGNIFICANCE = 1e-6
 """Significance level of each drift test: 1,000 runs find false drift with probability 0.001."""

@@ -56,7 +56,7 @@ from triptych.operate.tune.drift import Drift, check_drift
 from triptych.operate.tune.new_traffic import NewTraffic
 from triptych.operate.tune.proposal import MeasuredLoad
 from triptych.repository.manifest import EncoderManifest, build_id, read_manifest
-from triptych.spec.tasks.compare import Outputs
+from triptych.tasks.compare import Outputs
 
 FALSE_ALARM_RATE = 1e-3
 """Maximum probability of an alarm about a correct pipeline, over all monitoring runs of a build."""

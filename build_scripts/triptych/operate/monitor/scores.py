@@ -23,9 +23,9 @@ from triptych.base.confidence import CONFIDENCE
 from triptych.core.gate.live import AnswerRules, differences, is_finite, same, shape_fault
 from triptych.core.gate.verify import ANSWER_AGREEMENT, MIN_ANSWER_AGREEMENT
 from triptych.repository.records import GateResult
-from triptych.spec.tasks.accuracy import is_met
-from triptych.spec.tasks.compare import Outputs
-from triptych.spec.tasks.labeled import difference_interval, ratio
+from triptych.tasks.accuracy import is_met
+from triptych.tasks.compare import Outputs
+from triptych.tasks.labeled import difference_interval, ratio
 
 ROW_MEAN_METRICS = (
     "label_agreement",

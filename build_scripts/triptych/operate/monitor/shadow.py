@@ -36,8 +36,8 @@ from triptych.serving.bench.bench import WARM_UP_REQUESTS
 from triptych.serving.bench.measure import BenchTarget, measure
 from triptych.serving.bench.results import Measurement, OfferedLoad
 from triptych.serving.endpoint import Endpoint, open_endpoint
-from triptych.spec.tasks.compare import Outputs
 from triptych.spec.traffic import TRAFFIC_FILE, read_traffic
+from triptych.tasks.compare import Outputs
 
 TIMEOUT_S = 60.0
 """Deadline of each request, in seconds."""

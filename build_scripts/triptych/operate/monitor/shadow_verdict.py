@@ -25,8 +25,8 @@ from triptych.operate.monitor.scores import (
 from triptych.repository.records import GateResult, plain_data
 from triptych.serving.bench.comparison import core_ms_per_request, gpu_ms_per_request
 from triptych.serving.bench.results import Measurement
-from triptych.spec.tasks.compare import Outputs
-from triptych.spec.tasks.labeled import difference_interval, ratio
+from triptych.tasks.compare import Outputs
+from triptych.tasks.labeled import difference_interval, ratio
 
 State = Literal["within limit", "better", "worse", "over limit", "inconclusive"]
 

@@ -20,11 +20,11 @@ from triptych.core.gate.runs import tokens_of
 from triptych.core.inputs import PipelineInputs
 from triptych.core.own_chain import rows_of_model
 from triptych.core.requests import Sample
+from triptych.models.info import ModelInfo, ModelNames
 from triptych.runtime.hooking import call_before
 from triptych.runtime.own_model import OwnInputs, make_array
 from triptych.runtime.row_types import RowInputs, find_class
-from triptych.spec.model_info import ModelInfo, ModelNames
-from triptych.spec.tasks.task import Core
+from triptych.tasks.task import Core
 
 ROWS_A_CALL = {"torch eager": 1, "torch batched": 32, "torch.compile": 1, "onnxruntime": 1}
 """Number of requests per call, by baseline.

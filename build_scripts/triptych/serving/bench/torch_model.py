@@ -14,8 +14,8 @@ from triptych.core.export.heads import RowMembership, SentenceHead
 from triptych.core.export.to_onnx import load_model
 from triptych.core.gate.reference import pixel_values
 from triptych.core.requests import Sample
-from triptych.spec.model_info import ModelInfo
-from triptych.spec.tasks.task import Core
+from triptych.models.info import ModelInfo
+from triptych.tasks.task import Core
 
 
 class TorchModel:

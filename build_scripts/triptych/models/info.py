@@ -1,4 +1,4 @@
-"""Information about a model from its own files; see `model_source`."""
+"""Information about a model from its own files; see `models.source`."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from triptych.spec.model_info import ImageInfo
+from triptych.models.info import ImageInfo
 
 
 class ImageCore(nn.Module):

@@ -1,6 +1,6 @@
 """Settings of sentence-transformers: applied, without effect, or refused.
 
-Modules are read in `model_text`. As in sentence-transformers, its files count only beside a
+Modules are read in `models.text`. As in sentence-transformers, its files count only beside a
 ``modules.json``, and only for the class that saved them. Unknown keys of
 ``config_sentence_transformers.json`` do not count.
 """
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from triptych.base.errors import UserError
-from triptych.spec.model_info import Loader
-from triptych.spec.model_text import Module, SentenceConfig, read_json, read_module_list
+from triptych.models.info import Loader
+from triptych.models.text import Module, SentenceConfig, read_json, read_module_list
 
 CONFIG = "config_sentence_transformers.json"
 OTHER_CLASSES = {

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from triptych.base.errors import UserError
-from triptych.spec.model_info import Activation, Dense, LogitScore, Normalize, Truncate
+from triptych.models.info import Activation, Dense, LogitScore, Normalize, Truncate
 
 CLASSIFIES = "Classification"
 """Part of the class name of every transformers model with a classifying head."""

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 from triptych.base.errors import UserError
 from triptych.base.tensors import Tensor
+from triptych.models.info import ModelInfo
 from triptych.runtime.hooking import FORWARDED_PREFIX
 from triptych.spec.fields import Custom, CustomOutput
-from triptych.spec.model_info import ModelInfo
-from triptych.spec.tasks.compare import compare_anything
-from triptych.spec.tasks.metrics_vectors import COSINES
-from triptych.spec.tasks.task import TEXT, TEXT_PAIR, Core, Parameters, Task, labels
+from triptych.tasks.classes import labels
+from triptych.tasks.compare import compare_anything
+from triptych.tasks.metrics_vectors import COSINES
+from triptych.tasks.task import TEXT, TEXT_PAIR, Core, Parameters, Task
 
 RESERVED = {
     "text",

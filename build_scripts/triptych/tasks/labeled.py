@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from triptych.spec.tasks.compare import (
+from triptych.tasks.compare import (
     Floats,
     Outputs,
     Span,
@@ -23,7 +23,7 @@ from triptych.spec.tasks.compare import (
     span_counts,
     word_f1,
 )
-from triptych.spec.tasks.metrics_vectors import similarity
+from triptych.tasks.metrics_vectors import similarity
 
 RESAMPLES = 2000
 SEED = 20240601

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from triptych.base.errors import UserError
-from triptych.spec.tasks.compare import group
-from triptych.spec.tasks.labeled import LabeledRow, Truth
-from triptych.spec.tasks.task import Task
 from triptych.spec.traffic import PARAMETERS, require_lines
+from triptych.tasks.compare import group
+from triptych.tasks.labeled import LabeledRow, Truth
+from triptych.tasks.task import Task
 
 EVAL_FILE = "eval.jsonl"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from triptych.base.errors import UserError
-from triptych.spec.model_text import read_json
+from triptych.models.text import read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _CLASSES = {

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from triptych.models.info import ModelInfo, OwnInterface, OwnStage
 from triptych.runtime.hooking import load_hooks
 from triptych.spec.kind import MODEL
 from triptych.spec.model_fields import ModelSpec, OutputField
-from triptych.spec.model_info import ModelInfo, OwnInterface, OwnStage
-from triptych.spec.tasks.compare import TIE, Comparison, Outputs
-from triptych.spec.tasks.task import Core, Parameters, Task
+from triptych.tasks.compare import TIE, Comparison, Outputs
+from triptych.tasks.task import Core, Parameters, Task
 
 COMPARE_PREFIX = "compare_"
 """Prefix of the user's functions that compare an output."""

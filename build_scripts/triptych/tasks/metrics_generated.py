@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from triptych.spec.tasks.compare import Outputs, Statistic, texts
-from triptych.spec.tasks.labeled import LabeledMetric, LabeledRow, Measure, Truth, ratio
+from triptych.tasks.compare import Outputs, Statistic, texts
+from triptych.tasks.labeled import LabeledMetric, LabeledRow, Measure, Truth, ratio
 
 OUTPUT = "text_output"
 

@@ -21,11 +21,11 @@ from pydantic import TypeAdapter
 from triptych.base.cache import cached_stage, code_hash, sha256_of, versions_of
 from triptych.base.errors import Progress, UserError
 from triptych.base.files import parse_yaml
-from triptych.spec.fields import ModelSource, TokenizerSource
-from triptych.spec.model_adapter import refuse_adapter
-from triptych.spec.model_info import Activation, ImageInfo, Loader, LogitScore, ModelInfo
-from triptych.spec.model_settings import read_prompts, read_saved
-from triptych.spec.model_text import (
+from triptych.models.adapter import refuse_adapter
+from triptych.models.fields import ModelSource, TokenizerSource
+from triptych.models.info import Activation, ImageInfo, Loader, LogitScore, ModelInfo
+from triptych.models.settings import read_prompts, read_saved
+from triptych.models.text import (
     ModelConfig,
     Module,
     check_cross_encoder,
@@ -39,7 +39,7 @@ from triptych.spec.model_text import (
     read_pair_template,
     read_relevance,
 )
-from triptych.spec.model_tokenizer import has_vocabulary, load_tokenizer, write_tokenizers
+from triptych.models.tokenizer import has_vocabulary, load_tokenizer, write_tokenizers
 
 CARD = "README.md"
 _HEAD = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
@@ -446,7 +446,7 @@ def _segments(tokenizer: Any, known_to_model: int) -> int:
 def _image_info(folder: Path) -> ImageInfo | None:
     if not (folder / "preprocessor_config.json").is_file():
         return None
-    from triptych.spec.image_source import read_image_info
+    from triptych.models.image_source import read_image_info
 
     return read_image_info(folder)
 
@@ -528,7 +528,7 @@ def hash_model(folder: Path) -> str:
     return digest.hexdigest()
 
 
-CODE = ("spec/model_*.py", "spec/image_*.py", "spec/model_text.py")
+CODE = ("models/*.py",)
 
 
 def read_model(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from triptych.base.errors import UserError
-from triptych.spec.tasks.task import Task
+from triptych.tasks.task import Task
 
 Tolerance = Literal["exact", "close", "quantized"]
 """Closeness to the reference: that of fp32, of a shorter mantissa, or of few levels."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.spec.tasks.compare import Comparison, Floats, Outputs, finite, numbers, spearman
+from triptych.tasks.compare import Comparison, Floats, Outputs, finite, numbers, spearman
 
 COSINES = ("min_cosine", "mean_cosine")
 NEIGHBORS = ("nearest_neighbor_agreement", "mean_neighbor_loss", "max_neighbor_loss")

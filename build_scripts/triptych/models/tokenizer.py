@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from triptych.base.errors import UserError
-from triptych.spec.fields import TokenizerSource
-from triptych.spec.model_text import read_json
+from triptych.models.fields import TokenizerSource
+from triptych.models.text import read_json
 
 TOKENIZER_FILE = "tokenizer.json"
 SETTINGS_FILE = "tokenizer_config.json"

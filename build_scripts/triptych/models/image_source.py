@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.base.errors import UserError
-from triptych.spec.model_info import ImageInfo, Resize
-from triptych.spec.model_text import read_json
+from triptych.models.info import ImageInfo, Resize
+from triptych.models.text import read_json
 
 MAX_DIFFERENCE = 1e-5
 """Maximum difference from the processor's result, relative to its largest element above 1."""
@@ -214,8 +214,8 @@ def _geometries(processor: Any) -> Iterator[_Geometry]:
 
 def _furthest(info: ImageInfo, probes: Sequence[_Probe]) -> tuple[float, str]:
     """Return the largest difference from the processor's results, and the name of its probe."""
+    from triptych.models.image_core import model_input
     from triptych.runtime.rows_image import to_pixels
-    from triptych.spec.image_core import model_input
 
     largest = (0.0, "")
     for probe in probes:

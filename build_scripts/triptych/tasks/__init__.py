@@ -1,0 +1,1 @@
+"""Tasks, one module each, and their metrics. Nothing here runs a model or a server."""

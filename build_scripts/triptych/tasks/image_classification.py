@@ -1,0 +1,57 @@
+"""Task `image-classification`: labels of an image."""
+
+from __future__ import annotations
+
+from triptych.base.errors import UserError
+from triptych.base.tensors import Tensor
+from triptych.models.info import ModelInfo
+from triptych.tasks.classes import (
+    BEST_CHOICES,
+    CHOICES,
+    CLASS_DECODER,
+    choosing_core,
+    has_labels,
+    labels,
+    top_k,
+)
+from triptych.tasks.compare import (
+    LABEL_METRICS,
+    compare_labels,
+)
+from triptych.tasks.labeled import (
+    LABEL_ACCURACY,
+)
+from triptych.tasks.task import Core, Parameters, Task
+
+
+def _core(info: ModelInfo, parameters: Parameters) -> Core:
+    return choosing_core("AutoModelForImageClassification", "image", len(info.labels))
+
+
+def _check(info: ModelInfo) -> None:
+    has_labels(info)
+    if info.image is None:
+        raise UserError(
+            "model.source",
+            "must hold an image processor (preprocessor_config.json)",
+            given=f"{info.architecture} without one",
+            remedy="Save the model's image processor into the folder",
+        )
+
+
+TASK = Task(
+    name="image-classification",
+    inputs=(Tensor("image", "BYTES", (1,), content="image"),),
+    outputs=CHOICES,
+    rows="rows_image.ImageRowMaker",
+    decode=CLASS_DECODER,
+    core=_core,
+    metrics=LABEL_METRICS,
+    compare_outputs=compare_labels,
+    labeled=LABEL_ACCURACY,
+    parameters=lambda info: top_k(len(info.labels), default=5),
+    settings=labels,
+    view=BEST_CHOICES,
+    request_rows=8,  # decoding takes long: a request with many images would hold up the others
+    check=_check,
+)

@@ -1,0 +1,78 @@
+"""Task `reranking`: the relevance of a passage to a query, as `CrossEncoder` computes it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from triptych.base.errors import UserError
+from triptych.base.tensors import Tensor
+from triptych.models.info import ModelInfo
+from triptych.tasks.classes import (
+    SEQUENCE_CLASSIFIER,
+)
+from triptych.tasks.compare import (
+    compare_scores,
+)
+from triptych.tasks.labeled import (
+    RECIPROCAL_RANK,
+)
+from triptych.tasks.prompts import prompt_rule, prompt_settings
+from triptych.tasks.task import TEXT, TEXT_PAIR, Core, Parameters, Task
+
+_RELEVANCE = Tensor("relevance", "FP32", (1,))
+
+
+def _check(info: ModelInfo) -> None:
+    if info.pair_template is None:
+        raise UserError(
+            "chat_template of the model",
+            "must write the texts of the roles `query`, `document` and `system` unchanged",
+            given="a template that leaves out or changes one of them",
+            remedy="Put the chat_template.jinja for sentence-transformers' CrossEncoder into the "
+            "model's folder",
+        )
+    if len(info.labels) != 1 and info.logit_score is None:
+        raise UserError(
+            "model.source",
+            "must be a cross-encoder with a single output (num_labels 1)",
+            given=f"{len(info.labels)} outputs",
+            remedy="Choose a reranking model, or task text-classification",
+        )
+
+
+TASK = Task(
+    name="reranking",
+    loader="CrossEncoder",
+    inputs=(TEXT, TEXT_PAIR),
+    outputs=(Tensor("score", "FP32", (1,)),),
+    rows="rows_text.PlainTextRowMaker",
+    decode="decode_rows.ScoreDecoder",
+    pairs=True,
+    core=lambda info, _: Core(SEQUENCE_CLASSIFIER, "row", "scores", (_RELEVANCE,), info.relevance),
+    metrics=("rank_correlation", "top1_agreement"),
+    compare_outputs=compare_scores,
+    labeled=RECIPROCAL_RANK,
+    parameters=prompt_rule,
+    settings=prompt_settings,
+    check=_check,
+)
+
+
+def with_logit_score(task: Task, info: ModelInfo) -> tuple[Task, ModelInfo]:
+    """Return the task of a reranker that generates text, and its head: the logit of a token."""
+    if task.name != TASK.name or info.logit_score is None:
+        return task, info
+
+    def core(info: ModelInfo, parameters: Parameters) -> Core:
+        return Core("AutoModel", "pooled", "scores", (_RELEVANCE,), info.relevance)
+
+    task = replace(task, core=core)
+    if info.pair_template:
+        template = [list(form) for form in info.pair_template]
+        task = replace(
+            task,
+            rows="rows_template.TemplateRowMaker",
+            pairs=False,
+            settings=lambda info: {**prompt_settings(info), "pair_template": template},
+        )
+    return task, replace(info, pooling=("lasttoken",), head=(info.logit_score,))
