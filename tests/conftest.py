@@ -170,13 +170,18 @@ def build_into(
     built_after: Sequence[str] = (),
 ) -> Any:
     """Build the pipeline in `folder`; returns what `build` does.."""
-    from triptych.building.build import build
-    from triptych.core.inputs import read_inputs
+    from triptych.building.pipeline import open_pipeline
+    from triptych.building.stages import BuildOptions
     from triptych.spec.spec import load_spec
 
     share_export_registry()
-    inputs = read_inputs(load_spec(folder, overrides), quiet)
-    return build(inputs, repository, quiet, engine_dry_run=engine_dry_run, built_after=built_after)
+    options = BuildOptions(
+        repository=repository,
+        progress=quiet,
+        built_after=built_after,
+        engine_dry_run=engine_dry_run,
+    )
+    return open_pipeline(load_spec(folder, overrides)).build(options)
 
 
 @pytest.fixture

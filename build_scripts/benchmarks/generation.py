@@ -28,7 +28,9 @@ from benchmarks.harness import Series, Turn, finish, make_parser, progress, run_
 from benchmarks.model import CACHE, CHAT
 from benchmarks.servers import HOST, run_server
 from triptych.building.build import build
+from triptych.building.generation.build import GeneratingStages
 from triptych.building.generation.inputs import GenerationInputs, Prompt, read_generation
+from triptych.building.stages import BuildOptions
 from triptych.client import AsyncClient
 from triptych.runtime.engine_vllm import DTYPES, PRIVATE
 from triptych.serving.bench.resources import process_tree
@@ -58,7 +60,7 @@ def main() -> int:
     inputs = read_generation(load_generation_spec(CHAT), progress)
     prompts = [prompt for prompt in inputs.prompts if prompt.messages is not None]
     repository = CACHE / "generation"
-    build(inputs, repository, progress)
+    build(GeneratingStages(), inputs, BuildOptions(repository=repository, progress=progress))
     with ExitStack() as stack:
         runner = stack.enter_context(asyncio.Runner())
         ensemble = stack.enter_context(Server(repository))

@@ -23,7 +23,9 @@ from benchmarks.harness import finish, make_parser, progress
 from benchmarks.memory import SECONDS, make_growth_tables, sample_memory
 from benchmarks.model import CACHE, CHAT
 from triptych.building.build import build
+from triptych.building.generation.build import GeneratingStages
 from triptych.building.generation.inputs import GenerationInputs, read_generation
+from triptych.building.stages import BuildOptions
 from triptych.client import (
     AsyncClient,
     AsyncGeneration,
@@ -138,7 +140,9 @@ def main() -> int:
     options = parser.parse_args()
     inputs = read_generation(load_generation_spec(options.pipeline), progress)
     repository = CACHE / f"soak_{inputs.spec.name}"
-    build(inputs, repository, progress, accept="only its memory is measured")
+    accept = "only its memory is measured"
+    chosen = BuildOptions(repository=repository, progress=progress, accept=accept)
+    build(GeneratingStages(), inputs, chosen)
     with Server(repository) as server, ThreadPoolExecutor(1) as pool:
         until = time.monotonic() + options.warm_up + 60 * options.minutes
         load = SoakLoad(inputs, until)

@@ -28,6 +28,8 @@ from benchmarks.results import Table
 from benchmarks.test_models import write_spec
 from triptych.base.errors import UserError
 from triptych.building.build import build
+from triptych.building.compiled import CompiledStages
+from triptych.building.stages import BuildOptions
 from triptych.client import Client
 from triptych.core.inputs import PipelineInputs, read_inputs
 from triptych.operate.monitor.apply import take_rows
@@ -225,7 +227,8 @@ def _measure_drift(options: argparse.Namespace) -> tuple[list[Table], list[str]]
         advice = " ".join(line.strip() for line, _ in format_drift(change.drift))
         notes.append(f"advice: {advice}".replace(f"{_FOLDER}/", ""))
     again = _FOLDER / "again"
-    build(read_inputs(load_spec(_FOLDER / _DRIFTING), quiet), again, quiet, engine_dry_run=False)
+    again_options = BuildOptions(repository=again, progress=quiet, engine_dry_run=False)
+    build(CompiledStages(), read_inputs(load_spec(_FOLDER / _DRIFTING), quiet), again_options)
     with Server(_REPOSITORY) as old, Server(again) as new:
 
         def make_turn(name: str, server: Server) -> Turn:
@@ -279,7 +282,8 @@ def _build(name: str, precision: str, *, layout: str = "packed") -> PipelineInpu
     (folder / "hooks.py").write_text(_HOOKS, encoding="utf-8")
     say(f"building {name}")
     inputs = read_inputs(load_spec(folder), quiet)
-    build(inputs, _REPOSITORY, quiet, engine_dry_run=False)
+    options = BuildOptions(repository=_REPOSITORY, progress=quiet, engine_dry_run=False)
+    build(CompiledStages(), inputs, options)
     return inputs.with_built_layout(_REPOSITORY)
 
 

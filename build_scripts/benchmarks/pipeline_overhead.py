@@ -39,8 +39,8 @@ from benchmarks.harness import (
 from benchmarks.model import CACHE, MAX_LENGTH, PIPELINE, build, model_folder, traffic_texts
 from benchmarks.servers import Ensemble
 from benchmarks.test_models import TEST_MODELS, make_requests, write_model, write_pipeline
-from triptych.building.build import build as build_inputs
-from triptych.core.inputs import read_inputs
+from triptych.building.pipeline import open_pipeline
+from triptych.building.stages import BuildOptions
 from triptych.serving.bench.perf_analyzer import Request
 from triptych.spec.spec import load_spec
 
@@ -223,7 +223,8 @@ def _build_task(task: str, texts: Sequence[str]) -> Source:
     core = {"layout": "packed", "device": "gpu"}
     pipeline = write_pipeline(model, source, folder / "pipelines" / model.name, core, requests)
     repository = folder / "repositories" / model.name
-    build_inputs(read_inputs(load_spec(pipeline), progress), repository, progress)
+    options = BuildOptions(repository=repository, progress=progress)
+    open_pipeline(load_spec(pipeline)).build(options)
     return Source(repository, model.name, requests)
 
 

@@ -37,6 +37,8 @@ from benchmarks.test_models import (
 )  # fmt: skip
 from benchmarks.transformers_pipelines import measure_rate
 from triptych.building.build import build
+from triptych.building.compiled import CompiledStages
+from triptych.building.stages import BuildOptions
 from triptych.client import Client
 from triptych.core.inputs import read_inputs
 from triptych.serving.bench.baselines import Baselines
@@ -112,9 +114,9 @@ def _measure(
         core = {"layout": layout} if layout else {}
         folder = write_pipeline(model, source, _FOLDER / "pipelines" / name, core, requests)
         inputs = read_inputs(load_spec(folder), quiet)
-        built = build(inputs, repository, quiet)
+        built = build(CompiledStages(), inputs, BuildOptions(repository=repository, progress=quiet))
         fell_back = " (fell back)" if built.not_packed_reason else ""
-        pipelines[built.as_dict()["layout"] + fell_back] = name
+        pipelines[f"{built.as_dict()['layout']}{fell_back}"] = name
     agreement = dict.fromkeys(pipelines, "")
     with ExitStack() as stack:
         if model.task == "question-answering":

@@ -9,6 +9,7 @@ from typing import Any
 import onnx
 import pytest
 
+from builds import build
 from conftest import (
     build_into,
     lock_data,
@@ -20,7 +21,6 @@ from killed_commits import tree
 from mistakes import check_refused, refusal
 from scaffolding import keep_rows
 from triptych.base.errors import UserError
-from triptych.building.build import build
 from triptych.core.gate.cached import GateFailure
 from triptych.core.gate.runs import write_warm_ups
 from triptych.core.inputs import read_inputs

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
+from builds import build
 from checkpoint_files import change
 from conftest import link_cache, lock_data, quiet, write_pipeline
 from mistakes import check_refused
 from scaffolding import keep_rows
-from triptych.building import auto, encoder
+from triptych.building import auto, compiled
 from triptych.building.auto import Throughput
-from triptych.building.build import BuildOutcome, build
+from triptych.building.build import BuildOutcome
 from triptych.container.processor import find_instruction_sets, sets_for
 from triptych.core.engine.stage import EngineFailure
 from triptych.core.gate.cached import GateFailure
@@ -207,7 +208,7 @@ def test_an_engine_that_differs_from_its_graph_does_not_race(
     monkeypatch.setattr(auto, "missing_for_engines", lambda: "")
     tried = replace(BACKENDS["tensorrt"], tried={"gpu": ("fp32", "fp16", "bf16")})
     monkeypatch.setattr(auto, "BACKENDS", {**BACKENDS, "tensorrt": tried})
-    monkeypatch.setattr(encoder, "build_engine_here", engine)
+    monkeypatch.setattr(compiled, "build_engine_here", engine)
     built = build(read(pipeline, "core.backend=tensorrt"), tmp_path / "repository", quiet)
     assert statuses(built) == {"fp32": "passed", "fp16": "failed", "bf16": "chosen"}
     assert list(by_precision(built)["fp16"]["failures"]) == ["it is wrong"]

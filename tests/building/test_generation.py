@@ -43,6 +43,7 @@ from triptych.building.generation.inputs import read_generation
 from triptych.building.generation.live import verify_generation
 from triptych.building.generation.model import GenerationInfo, read_generation_model
 from triptych.building.generation.weights import load_model
+from triptych.building.stages import BenchOptions, LiveOptions
 from triptych.container.lock_check import check_repository
 from triptych.core.gate.verify import describe_verification
 from triptych.deploy.targets import make_manifests
@@ -111,7 +112,7 @@ def test_what_was_built_is_in_order(repository: Path) -> None:
     lock = json.loads((repository / "quick/triptych.lock.json").read_bytes())
     assert list(lock["adapters"]) == ["terse"]
     inputs = read_generation(load_generation_spec(repository.parent / "quick"), quiet)
-    described = describe_text_generation(inputs, Path())
+    described = describe_text_generation(inputs)
     assert described["model"]["adapters"] == {"terse": "LoRA of rank 4, from ../adapters/terse"}
     # 2 layers with 2 heads of 8 numbers, keys and values, 2 bytes each: 128 bytes a token.
     assert described["core"]["kv_cache"].startswith("2 MiB: 32 requests of max_model_len, a MiB")
@@ -353,14 +354,14 @@ def test_verify_passes_what_is_right_and_sees_other_prompts(
     inputs = read_generation(load_generation_spec(repository.parent / "quick"), quiet)
     # As if the server put one beginning too many before each prompt.
     others = tuple(replace(one, ids=one.ids[1:]) for one in inputs.prompts)
-    found = verify_generation(
-        replace(inputs, prompts=others),
-        repository,
-        nullcontext(server),
-        quiet,
+    live = LiveOptions(
+        repository=repository,
+        server=nullcontext(server),
+        progress=quiet,
         clients=4,
         timeout_s=DEADLINE_S,
     )
+    found = verify_generation(replace(inputs, prompts=others), live)
     failed = {one.metric for one in found.verdicts if not one.passed}
     assert {"prompt_agreement", "margin_at_difference"} <= failed
     assert not found.passed
@@ -493,10 +494,14 @@ def test_bench_measures_every_response(
 
     def typical(load: OfferedLoad, seconds: float = 0.6) -> Measurement:
         bench = Bench(loads=(load,), rounds=1, seconds=seconds, slo=slo)
-        result = bench_generation(
-            inputs, repository, bench, quiet, url=server.grpc_url, metrics_url=server.metrics_url
+        options = BenchOptions(
+            repository=repository,
+            progress=quiet,
+            bench=bench,
+            url=server.grpc_url,
+            metrics_url=server.metrics_url,
         )
-        return result.points[0].typical
+        return bench_generation(inputs, options).points[0].typical
 
     # Streams that ended with an error are waited for: not for a minute here.
     monkeypatch.setattr(measuring, "STREAMS_END_S", 1.0)

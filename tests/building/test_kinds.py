@@ -21,14 +21,16 @@ import generation_cases
 import own_models
 import text2text_cases
 from conftest import ROOT, quiet, write_pipeline
-from triptych.building.build import BuildOutcome, build
-from triptych.building.kinds import STEPS
+from triptych.building.build import BuildOutcome
+from triptych.building.pipeline import AnyPipeline, open_pipeline
+from triptych.building.stages import BenchOptions, BuildOptions, LiveOptions
 from triptych.client import Client
 from triptych.core.gate.verify import describe_verification, verification_data
 from triptych.deploy.options import DeployOptions
 from triptych.deploy.targets import KINDS, known_of, make_manifests
 from triptych.interface import api
-from triptych.interface.kinds import FACES
+from triptych.interface.cli.plan_text import describe_pipeline
+from triptych.interface.page.demo import open_page
 from triptych.operate.tune.kinds import TUNERS
 from triptych.repository.lint.checks import run_checks
 from triptych.repository.manifest import BuildManifest, build_id, kind_of_build, read_manifest
@@ -36,7 +38,7 @@ from triptych.serving.bench.bench import Bench
 from triptych.serving.bench.results import OfferedLoad
 from triptych.serving.endpoint import Endpoint
 from triptych.serving.server import Server
-from triptych.spec.any_spec import READERS, kind_in, load_any_spec, parse_any_slo
+from triptych.spec.any_spec import READERS, AnySpec, kind_in, load_any_spec, parse_any_slo
 from triptych.spec.kind import Kind
 
 pytestmark = pytest.mark.server
@@ -79,10 +81,13 @@ class Case:
     kind: Kind
     folder: Path
     repository: Path
-    spec: Any
-    inputs: Any
+    pipeline: AnyPipeline
     outcome: BuildOutcome
     url: str = ""
+
+    @property
+    def spec(self) -> AnySpec:
+        return self.pipeline.spec
 
 
 SEVERAL = "several cores"
@@ -113,9 +118,9 @@ def cases(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterato
     built = {}
     for name, kind in CASES.items():
         folder, repository = write(name, base / name, tiny_model), base / name / "repository"
-        spec = load_any_spec(folder)
-        inputs = STEPS[kind].read(spec, quiet)
-        built[name] = Case(kind, folder, repository, spec, inputs, build(inputs, repository, quiet))
+        pipeline = open_pipeline(load_any_spec(folder))
+        outcome = pipeline.build(BuildOptions(repository=repository, progress=quiet))
+        built[name] = Case(kind, folder, repository, pipeline, outcome)
         shutil.copytree(repository, base / "served", symlinks=True, dirs_exist_ok=True)
     with Server(base / "served") as server:
         yield {name: replace(case, url=server.grpc_url) for name, case in built.items()}
@@ -127,7 +132,7 @@ def case(request: pytest.FixtureRequest, cases: dict[str, Case]) -> Case:
 
 
 def test_each_layer_has_one_entry_for_each_kind() -> None:
-    for table in (READERS, STEPS, FACES, KINDS):
+    for table in (READERS, KINDS):
         assert set(table) == set(Kind)
     assert set(TUNERS) == set(Kind) - {Kind.TEXT2TEXT}
 
@@ -150,12 +155,12 @@ def test_nothing_else_asks_for_the_class_of_a_spec_or_of_inputs() -> None:
 
 
 def test_it_is_read_checked_described_and_tuned(case: Case) -> None:
-    assert kind_in(case.folder) is case.spec.kind is case.inputs.spec.kind is case.kind
+    assert kind_in(case.folder) is case.spec.kind is case.kind
     slo = parse_any_slo(case.spec, [SLO[case.kind]], None)
     assert max(slo.limits_ms.values()) in (2000.0, 20000.0)
-    checks = STEPS[case.kind].check_folder(case.folder)
+    checks = case.pipeline.check_files()
     assert not [check for check in checks if check.severity == "error"]
-    described = FACES[case.kind].describe(case.inputs, case.repository)
+    described = describe_pipeline(case.spec, case.repository, quiet)
     assert json.loads(json.dumps(described))["task"] == case.spec.task
     assert set(described["models"]) == {path.parent.name for path in case.repository.glob("*/1")}
     if case.kind in TUNERS:
@@ -173,7 +178,7 @@ def test_it_is_built_once_by_the_command_line_and_by_python(case: Case) -> None:
         ends = ends - {"_core"} | {".vectors_core", ".classes_core", ".rank_step", ".risks_core"}
     assert set(case.outcome.changed) == {name + end for end in ends}
     assert case.outcome.gate.passed
-    again = build(case.inputs, case.repository, quiet)
+    again = case.pipeline.build(BuildOptions(repository=case.repository, progress=quiet))
     assert again.changed == ()
     assert set(again.as_dict()) >= {"pipeline", "changed", "gate", "findings"}
     assert json.loads(json.dumps(again.as_dict()))["pipeline"] == name
@@ -200,14 +205,14 @@ def test_it_is_built_once_by_the_command_line_and_by_python(case: Case) -> None:
 def test_it_answers_and_passes_its_gate_where_it_is_served(case: Case) -> None:
     with Client(case.spec.name, case.url, timeout_s=60.0) as client:
         assert ANSWERS[case.kind](client) is not None
-    result = STEPS[case.kind].verify(
-        case.inputs,
-        case.repository,
-        nullcontext(Endpoint(case.url)),
-        quiet,
+    options = LiveOptions(
+        repository=case.repository,
+        server=nullcontext(Endpoint(case.url)),
+        progress=quiet,
         clients=4,
         timeout_s=60.0,
     )
+    result = case.pipeline.verify(options)
     lines = [line for line, _ in describe_verification(result)]
     assert result.passed, lines
     assert lines[0].startswith(f"{case.spec.name} at {case.url}")
@@ -220,7 +225,8 @@ def test_it_answers_and_passes_its_gate_where_it_is_served(case: Case) -> None:
 def test_it_is_measured(case: Case) -> None:
     slo = parse_any_slo(case.spec, [SLO[case.kind]], None)
     bench = Bench(loads=(OfferedLoad("concurrency", 2.0),), rounds=1, seconds=0.5, slo=slo)
-    result = STEPS[case.kind].bench(case.inputs, case.repository, bench, quiet, url=case.url)
+    options = BenchOptions(repository=case.repository, progress=quiet, bench=bench, url=case.url)
+    result = case.pipeline.bench(options)
     assert (result.subject.pipeline, result.subject.task) == (case.spec.name, case.spec.task)
     assert result.points[0].median("throughput_per_s") > 0
     assert result.subject.requests > 0
@@ -234,9 +240,7 @@ def test_it_is_deployed(case: Case, tmp_path: Path) -> None:
 
 
 def test_its_page_opens_and_answers_a_form(case: Case) -> None:
-    page = FACES[case.kind].open_page(
-        case.spec, case.folder, case.repository, case.url, "127.0.0.1", 0, 60.0
-    )
+    page = open_page(case.spec, case.folder, case.repository, case.url, "127.0.0.1", 0, 60.0)
     with page:
         assert case.spec.name in page.page("")
         fields = {"text": b"a text", "say": b"a text"}

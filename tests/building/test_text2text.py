@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
+from builds import build
 from checkpoint_files import change
 from conftest import quiet
 from generation_cases import Streams, responses_of
@@ -19,11 +20,11 @@ from generation_served import wait_until
 from http_pages import post
 from mistakes import check_refused
 from text2text_cases import TEXTS, write_model, write_pipeline
-from triptych.building.build import build
 from triptych.building.generation.gate import check_generation
 from triptych.building.generation.live import verify_generation
 from triptych.building.generation.reference import reference_answers
 from triptych.building.generation.text2text import Text2TextInputs, read_text2text, without_advice
+from triptych.building.stages import LiveOptions
 from triptych.core.gate.cached import GateFailure
 from triptych.core.gate.verify import describe_verification
 from triptych.interface.cli.plan_text import describe_text2text
@@ -81,7 +82,7 @@ def test_what_was_built_is_in_order(repository: Path) -> None:
     lock = json.loads((repository / "bart/triptych.lock.json").read_bytes())
     assert set(lock["versions"]) >= {"ctranslate2", "transformers"}
     inputs = read_text2text(load_text2text_spec(repository.parent / "t5"), quiet)
-    described = describe_text2text(inputs, Path())
+    described = describe_text2text(inputs)
     assert described["core"]["answers"] == "1 beam; streamed token by token"
     assert "seed" not in described["sampling_parameters"]
 
@@ -150,8 +151,14 @@ def test_a_request_at_fault_is_refused_alone(server: Server) -> None:
 def test_it_is_held_to_its_gate_where_it_is_served(server: Server, repository: Path) -> None:
     def verified(kind: str, *overrides: str) -> GateResult:
         inputs = read_text2text(load_text2text_spec(repository.parent / kind, overrides), quiet)
-        reached = nullcontext(Endpoint(server.grpc_url))
-        return verify_generation(inputs, repository, reached, quiet, clients=4, timeout_s=120.0)
+        options = LiveOptions(
+            repository=repository,
+            server=nullcontext(Endpoint(server.grpc_url)),
+            progress=quiet,
+            clients=4,
+            timeout_s=120.0,
+        )
+        return verify_generation(inputs, options)
 
     for kind in CORES:
         found = verified(kind)
@@ -250,7 +257,7 @@ def test_a_search_ends_as_the_model_asks_or_the_difference_is_told(
         spec = load_text2text_spec(folder, [f"core.num_beams={beams}"])
         inputs = read_text2text(spec, lambda stage, line: lines.append(line))
         assert sum("early_stopping" in line for line in lines) == told, (beams, early)
-        assert ("search" in describe_text2text(inputs, Path())["core"]) == bool(told)
+        assert ("search" in describe_text2text(inputs)["core"]) == bool(told)
         with pytest.raises(GateFailure, match="never or true") if told else nullcontext():
             gate = check_generation(inputs, quiet)
             found = {verdict.metric: verdict.value for verdict in gate.verdicts}

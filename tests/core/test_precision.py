@@ -13,13 +13,12 @@ import pytest
 from onnx import parser
 
 import precision_cases as cases
+from builds import build
 from conftest import build_into, lock_data, quiet, write_pipeline
 from precision_cases import CLOSE, CONVERT, HALVES, QUANTIZED
 from task_pipelines import write_task
 from triptych.base import onnx_graph as export
 from triptych.base.errors import UserError
-from triptych.building import build as building
-from triptych.building.build import build
 from triptych.core.inputs import PipelineInputs, read_inputs
 from triptych.core.precision import float16, layer_exclusion
 from triptych.core.precision.calibrate import MAX_VECTORS, capture
@@ -526,7 +525,7 @@ def test_what_would_not_run_is_refused_before_any_work(tiny: Path, tmp_path: Pat
     for precision in ("bf16", "fp8"):
         inputs = read_inputs(load_spec(tiny, [f"core.precision={precision}"]), quiet)
         with pytest.raises(UserError, match="is not supported by onnxruntime"):
-            building.build(inputs, tmp_path / "repository", lambda stage, line: told.append(stage))
+            build(inputs, tmp_path / "repository", lambda stage, line: told.append(stage))
     assert told == []
     assert not (tmp_path / "repository").exists()
 

@@ -10,8 +10,6 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections import defaultdict
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +20,8 @@ from conftest import ROOT, write_pipeline
 from processes import eventually, regions
 from rights import without_rights
 from served_command import TRIPTYCH, endpoints_of, serving
-from triptych.building import kinds
-from triptych.building.kinds import STEPS
+from triptych.core import inputs as core_inputs
 from triptych.interface.cli import main
-from triptych.spec.kind import Kind
 
 
 def triptych(
@@ -149,14 +145,12 @@ def test_a_build_of_several_builds_all_that_it_can(
         shutil.copytree(pipelines / "tiny", pipelines / name)
     shutil.rmtree(pipelines / "typo")
 
-    steps = STEPS[Kind.ENCODER]
-
-    def read(spec: Any, *words: Any) -> Any:
+    def read(spec: Any, *words: Any, **named: Any) -> Any:
         if spec.name == "crash":
             raise KeyError("lost")
-        return steps.read(spec, *words)
+        return core_inputs.read_inputs(spec, *words, **named)
 
-    monkeypatch.setitem(kinds.STEPS, Kind.ENCODER, replace(steps, read=read))
+    monkeypatch.setattr("triptych.building.compiled.read_inputs", read)
     names = ("typo", "strict", "crash", "tiny")
     code, output, errors = project.run("build", *names, "--json")
     results = {each["pipeline"]: each for each in json.loads(output)}
@@ -202,11 +196,10 @@ def test_an_error_that_is_no_mistake_ends_in_one_line_with_its_traceback_in_a_fi
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(project.folder))
 
-    def read(*_: Any) -> Any:
+    def read(*_: object, **__: object) -> None:
         raise KeyError("lost\nand gone")
 
-    steps = replace(STEPS[Kind.ENCODER], read=read)
-    monkeypatch.setitem(kinds.STEPS, Kind.ENCODER, steps)
+    monkeypatch.setattr("triptych.building.compiled.read_inputs", read)
     code, output, errors = project.run("inspect", "tiny", "--json")
     told = re.fullmatch(
         r"error: `triptych inspect` ended with an error that it does not know\. Given: KeyError: "
@@ -304,7 +297,7 @@ def test_what_this_user_may_not_read_or_write_is_told_before_the_work(
     assert f"`pipelines/tiny/pipeline.yaml` cannot be used {user}" in said
     assert "Let this user read or write it (`chmod`), or run this as its owner." in said
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "reports/tiny/gate.json")
 
     # A report that cannot be written after all leaves the build that is active.
@@ -313,7 +306,7 @@ def test_what_this_user_may_not_read_or_write_is_told_before_the_work(
     assert (code, "`--reports` must be a writable folder. Given: [Errno 28]" in errors) == (2, True)
     assert manifest.read_bytes() == content
     # A disk that is full elsewhere is no trace either.
-    monkeypatch.setattr("triptych.building.kinds.STEPS", defaultdict(fail))
+    monkeypatch.setattr("triptych.building.compiled.read_inputs", fail)
     errors = project.run("inspect", "tiny")[2]
     assert "`reports/tiny/gate.json` has too little free space. Given: No space left on" in errors
 

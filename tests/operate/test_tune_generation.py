@@ -327,4 +327,4 @@ def test_a_search_finds_what_the_engine_needs(
     spec = load_generation_spec(folder)
     inputs = read_generation(spec, lambda _stage, line: lines.append(line))
     assert "core.max_num_seqs=8 (tuned.yaml)" in lines
-    assert describe_text_generation(inputs, Path())["tuned"] == {"core.max_num_seqs": 8}
+    assert describe_text_generation(inputs)["tuned"] == {"core.max_num_seqs": 8}

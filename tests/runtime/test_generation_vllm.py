@@ -14,14 +14,15 @@ from pathlib import Path
 import psutil
 import pytest
 
+from builds import build
 from conftest import ROOT, quiet
 from generation_cases import Answer, Streams, write_adapter
 from generation_served import wait_until
-from triptych.building.build import build
 from triptych.building.generation import build as stages
 from triptych.building.generation import live
 from triptych.building.generation.inputs import read_generation
 from triptych.building.generation.live import verify_generation
+from triptych.building.stages import LiveOptions
 from triptych.container.health import HealthCheck
 from triptych.container.manifests import find_pipelines
 from triptych.core.gate.verify import describe_verification
@@ -63,9 +64,14 @@ def test_the_example_passes_its_gate_streams_and_gives_up(
     try:
         server.start()
         server.wait_ready(timeout_s=900)
-        found = verify_generation(
-            inputs, repository, nullcontext(server), quiet, clients=4, timeout_s=120
+        options = LiveOptions(
+            repository=repository,
+            server=nullcontext(server),
+            progress=quiet,
+            clients=4,
+            timeout_s=120.0,
         )
+        found = verify_generation(inputs, options)
         assert found.passed, list(describe_verification(found))
         figures = {one.metric: one.value for one in found.verdicts}
         for name in ("exact_prefix", "invariance"):

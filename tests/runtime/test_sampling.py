@@ -25,8 +25,10 @@ from typer.testing import CliRunner, Result
 from client_toy import wait_until
 from conftest import build_into, lock_data, traffic_texts, write_lock, write_pipeline
 from task_models import TOPICS, text_classifier
-from triptych.base.errors import Progress, UserError
+from triptych.base.errors import UserError
 from triptych.building.build import BuildOutcome, build
+from triptych.building.compiled import CompiledStages
+from triptych.building.stages import BuildOptions
 from triptych.client import Client
 from triptych.container.supervisor import step_processes
 from triptych.core.inputs import PipelineInputs, read_inputs
@@ -492,9 +494,11 @@ def test_what_a_look_proposes_is_built_and_put_in_place(
     assert (code, "hooks.py changed since the build" in look["applied"]["failure"]) == (1, True)
     hooks.write_bytes(before["hooks.py"])
 
-    def breaks(inputs: PipelineInputs, folder: Path, progress: Progress) -> BuildOutcome:
+    def breaks(
+        stages: CompiledStages, inputs: PipelineInputs, options: BuildOptions
+    ) -> BuildOutcome:
         """As an engine that differs from its graph, which is in place by then."""
-        build(inputs, folder, progress)
+        build(stages, inputs, options)
         assert build_id(repository, "sampled") != first
         raise UserError("engine", "must compute what its graph does")
 

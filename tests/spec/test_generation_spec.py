@@ -226,7 +226,7 @@ def test_the_manifest_of_generated_text_is_read_back(
     gate = GateResult(cast("Any", "fp8+fp8kv"), 3, 0, True, (), ())
     prompts = (Prompt({"text_input": "a"}, (1, 2)),)
     quantized = replace(inputs(Quantization("fp8", "fp8")), prompts=prompts)
-    assert describe_text_generation(quantized, Path())["model"]["weights"] == "fp8"
+    assert describe_text_generation(quantized)["model"]["weights"] == "fp8"
     manifest = make_text_manifest(quantized, gate, {"chat/1/a": "0"})
     file = tmp_path / "chat/triptych.lock.json"
     file.parent.mkdir()

@@ -6,9 +6,9 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from builds import build
 from conftest import quiet
 from generation_cases import TEXTS, write_adapter, write_pipeline, write_tiny_model
-from triptych.building.build import build
 from triptych.building.generation.inputs import read_generation
 from triptych.serving.server import Server
 from triptych.spec.generation_fields import load_generation_spec

@@ -68,7 +68,7 @@ def read_own(base: Path, name: str, *overrides: str) -> PipelineInputs:
 
 def build_own(base: Path, name: str, *overrides: str) -> BuildOutcome:
     """Build the pipeline into ``base/repository``."""
-    from triptych.building.build import build
+    from builds import build
 
     return build(read_own(base, name, *overrides), base / "repository", quiet)
 

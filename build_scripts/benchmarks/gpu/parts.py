@@ -28,6 +28,8 @@ from benchmarks.harness import progress, run_load, say
 from benchmarks.servers import MODEL
 from triptych.base.files import write_files
 from triptych.building.build import build
+from triptych.building.compiled import CompiledStages
+from triptych.building.stages import BuildOptions
 from triptych.client import Client
 from triptych.container.serving_machine import find_machine, parse_machine, variants_in
 from triptych.core.engine.stage import EngineFailure
@@ -199,8 +201,9 @@ def _build(pipeline: GpuPipeline, result: Result) -> None:
         UserError: The pipeline cannot be built.
         RuntimeError: It was built in another layout.
     """
+    options = BuildOptions(repository=pipeline.repository, progress=progress, accept=ACCEPTED)
     with suppress(EngineFailure):  # the graph exists then, and the next part reports the engine
-        build(pipeline.inputs, pipeline.repository, progress, accept=ACCEPTED)
+        build(CompiledStages(), pipeline.inputs, options)
     built = read_manifest(pipeline.repository, pipeline.name, EncoderManifest)
     result.data["gate"] = [*built.gate.failures]
     if built.plan.layout != pipeline.layout:

@@ -55,8 +55,8 @@ def rebuild(
     Returns every exception as `Round.failure`, so that `dev` continues after an error.
     """
     # They take seconds to load, in which a server can start.
-    from triptych.building.build import build
-    from triptych.building.kinds import STEPS, read_compiled
+    from triptych.building.pipeline import open_pipeline
+    from triptych.building.stages import BuildOptions
     from triptych.building.unchecked import write_unchecked
     from triptych.repository.history import rollback
     from triptych.runtime.hooking import HOOKS_FILE
@@ -66,14 +66,14 @@ def rebuild(
     checks: tuple[Check, ...] = ()
     built, failure, before = None, None, ""
     try:
-        spec = load_compiled(folder, overrides)
-        checks = tuple(STEPS[spec.kind].check_folder(folder))
+        pipeline = open_pipeline(load_compiled(folder, overrides))
+        checks = tuple(pipeline.check_files())
         if all(check.severity != "error" for check in checks):
             if list(changed) == [HOOKS_FILE]:
                 before = write_unchecked(folder, repository)
             if before:
                 progress("hooks", "the edit is served, unchecked; the gate runs behind it")
-            built = build(read_compiled(spec, progress), repository, progress)
+            built = pipeline.build(BuildOptions(repository=repository, progress=progress))
     except Exception as error:
         failure = error
     if before and built is None:

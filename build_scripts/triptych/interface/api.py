@@ -231,20 +231,20 @@ def build(
         EngineFailure: The engine's accuracy is insufficient; the repository has no engine.
         UserError: The spec, the model, the hooks or the traffic are invalid.
     """
-    from triptych.building.build import build as build_pipeline
-    from triptych.building.kinds import STEPS
+    from triptych.building.pipeline import open_pipeline
+    from triptych.building.stages import BuildOptions
     from triptych.spec.any_spec import load_any_spec
 
     changes = [f"{key}={json.dumps(value)}" for key, value in (overrides or {}).items()]
-    report = progress or _no_progress
+    options = BuildOptions(
+        repository=Path(repository),
+        progress=progress or _no_progress,
+        accept=accept_failed_gate.strip(),
+        engine_dry_run=engine_dry_run,
+    )
     with _name_arguments():
         spec = load_any_spec(Path(pipelines) / name, changes)
-        inputs = STEPS[spec.kind].read(spec, report)
-        accept = accept_failed_gate.strip()
-        built = build_pipeline(
-            inputs, Path(repository), report, accept=accept, engine_dry_run=engine_dry_run
-        )
-    return BuildResult(built)
+        return BuildResult(open_pipeline(spec).build(options))
 
 
 @contextmanager

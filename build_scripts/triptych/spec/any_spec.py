@@ -10,6 +10,7 @@ from typing import Any
 from triptych.spec.generation_fields import (
     GenerationSpec,
     Text2TextSpec,
+    TextSpec,
     load_generation_spec,
     load_text2text_spec,
 )
@@ -18,7 +19,7 @@ from triptych.spec.model_fields import CompiledSpec, ModelSpec, load_model_spec
 from triptych.spec.slo import AnySlo, parse_generation_slo, parse_slo
 from triptych.spec.spec import PipelineSpec, load_spec, task_of
 
-AnySpec = PipelineSpec | GenerationSpec | Text2TextSpec | ModelSpec
+AnySpec = CompiledSpec | TextSpec
 
 
 @dataclass(frozen=True)

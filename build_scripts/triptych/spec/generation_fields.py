@@ -382,6 +382,10 @@ class Text2TextSpec(GeneratingSpec):
         return {"temperature": 0.0, **self.parameters}
 
 
+TextSpec = GenerationSpec | Text2TextSpec
+"""Spec of a pipeline that generates text."""
+
+
 def load_text2text_spec(
     folder: Path, overrides: Sequence[str] = (), *, untuned: bool = False
 ) -> Text2TextSpec:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from pathlib import Path
 
 from triptych.base.cache import versions_of
-from triptych.base.errors import Progress, UserError
+from triptych.base.errors import UserError
 from triptych.building.generation.inputs import GeneratingInputs
+from triptych.building.stages import BenchOptions
 from triptych.client.connection import check_single
 from triptych.runtime.sampling_parameters import FIELD
-from triptych.serving.bench.bench import Bench, bench_requests, describe_machine, describe_server
+from triptych.serving.bench.bench import bench_requests, describe_machine, describe_server
 from triptych.serving.bench.results import BenchResult, Subject
 from triptych.serving.generation_environment import read_versions
 from triptych.spec.generation_fields import GeneratingSpec
@@ -20,20 +20,13 @@ SENT = ("text_input", "messages", FIELD)
 """Inputs of every request; an empty text means that the input is missing."""
 
 
-def bench_generation(
-    inputs: GeneratingInputs,
-    repository: Path,
-    bench: Bench,
-    progress: Progress,
-    *,
-    url: str | None = None,
-    metrics_url: str | None = None,
-) -> BenchResult:
+def bench_generation(inputs: GeneratingInputs, options: BenchOptions) -> BenchResult:
     """Measure a built pipeline; see `bench_pipeline`.
 
     Raises:
         UserError: The pipeline does not support the options, or see `bench_pipeline`.
     """
+    bench, url = options.bench, options.url
     if bench.baselines:
         raise UserError(
             "--baseline",
@@ -49,11 +42,11 @@ def bench_generation(
     return bench_requests(
         subject_of(inputs, server=describe_server(url)),
         requests_of(inputs),
-        repository,
+        options.repository,
         bench,
-        progress,
+        options.progress,
         url=url,
-        metrics_url=metrics_url,
+        metrics_url=options.metrics_url,
     )
 
 

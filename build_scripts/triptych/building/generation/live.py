@@ -8,14 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from triptych.base.errors import Progress, UserError
+from triptych.base.errors import UserError
 from triptych.building.generation.gate import (
     PROMPTS,
     Answered,
@@ -34,10 +32,11 @@ from triptych.building.generation.reference import (
     weigh,
 )
 from triptych.building.generation.render import ENGINES
+from triptych.building.stages import LiveOptions
 from triptych.client import Client, Completion, InferenceError
 from triptych.client.connection import read_target
 from triptych.core.gate.live import NO_SERVER
-from triptych.core.gate.verify import ReadyServer, with_live_run
+from triptych.core.gate.verify import with_live_run
 from triptych.repository.manifest import BuildManifest, find_manifest
 from triptych.repository.records import GateResult, LiveRun
 from triptych.runtime.sampling_parameters import ADAPTER, DEFAULTS
@@ -192,30 +191,14 @@ def _prompt_ids(url: str, model: str, prompt: Prompt, timeout_s: float) -> list[
     return ids
 
 
-def verify_generation(
-    inputs: GeneratingInputs,
-    repository: Path,
-    server: AbstractContextManager[ReadyServer],
-    progress: Progress,
-    *,
-    clients: int,
-    timeout_s: float,
-) -> GateResult:
+def verify_generation(inputs: GeneratingInputs, options: LiveOptions) -> GateResult:
     """Send the gate's prompts to the served pipeline and compare with the reference.
-
-    Args:
-        inputs: Inputs of the pipeline.
-        repository: Folder of the models; the build manifest has the precision of the build.
-        server: Server of the pipeline; started when everything else is ready.
-        progress: Receives each stage.
-        clients: Number of concurrent requests in the runs with concurrency.
-        timeout_s: Deadline of each request in seconds.
 
     Raises:
         UserError: No server answers, or it does not serve this pipeline.
     """
-    spec = inputs.spec
-    manifest = find_manifest(repository, spec.name, BuildManifest)
+    spec, progress, clients = inputs.spec, options.progress, options.clients
+    manifest = find_manifest(options.repository, spec.name, BuildManifest)
     built = None if manifest is None else manifest.gate
     prompts, labeled = choose_prompts(inputs, PROMPTS), read_labeled(inputs)
     tokenizer = inputs.model.decoding()
@@ -230,11 +213,16 @@ def verify_generation(
 
     wanted = reference(prompts, TOKENS)
     right = reference(labeled.prompts, spec.accuracy.max_tokens)
-    with server as reached:
+    with options.server as reached:
         progress("verify", f"{len(prompts)} prompts, alone and {clients} at a time ...")
         began = time.monotonic()
         runs = ask_live(
-            inputs, reached.grpc_url, prompts, labeled.prompts, clients, timeout_s=timeout_s
+            inputs,
+            reached.grpc_url,
+            prompts,
+            labeled.prompts,
+            clients,
+            timeout_s=options.timeout_s,
         )
         seconds = time.monotonic() - began
     precision = inputs.judged_as if built is None else built.precision

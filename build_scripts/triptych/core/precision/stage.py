@@ -18,7 +18,7 @@ from triptych.core.requests import core_feed, rows_of
 from triptych.repository.records import GateResult
 from triptych.repository.sharing import UsedCore, check_shareable
 from triptych.spec.backends import Precision
-from triptych.spec.model_fields import is_own
+from triptych.spec.model_fields import CompiledSpec, is_own
 from triptych.spec.plan import Plan
 
 
@@ -52,6 +52,10 @@ class CheckedCore:
     def plan(self) -> Plan:
         """Plan of the pipeline."""
         return self.inputs.plan
+
+    @property
+    def spec(self) -> CompiledSpec:
+        return self.inputs.spec
 
     def accepted(self, reason: str) -> CheckedCore:
         """Return the core; if it failed the gate, record the reason why it may still be used.

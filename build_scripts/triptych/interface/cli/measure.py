@@ -194,7 +194,8 @@ def bench(
 
     The requests are the pipeline's own traffic.
     """
-    from triptych.building.kinds import STEPS
+    from triptych.building.pipeline import open_pipeline
+    from triptych.building.stages import BenchOptions
     from triptych.interface.cli.measured_tables import print_bench
     from triptych.interface.report.bench import write_bench_report, write_figures
     from triptych.serving.bench.bench import CONCURRENCY, Bench, parse_loads
@@ -204,7 +205,6 @@ def bench(
     closed = load.concurrency or ([] if load.rate else list(CONCURRENCY))
     loads = parse_loads(closed, load.rate or (), load.arrivals, load.burst)
     spec = load_any_spec(folders.pipelines / name)
-    steps = STEPS[spec.kind]
     wanted = Bench(
         loads=loads,
         rounds=load.rounds,
@@ -218,14 +218,14 @@ def bench(
     )
     check_writable(reports / name / "bench", "--reports")
     with sigterm_as_interrupt(), show_progress("bench", f"measuring {name}"):
-        result = steps.bench(
-            steps.read(spec, progress),
-            folders.repository,
-            wanted,
-            progress,
+        options = BenchOptions(
+            repository=folders.repository,
+            progress=progress,
+            bench=wanted,
             url=url,
             metrics_url=metrics_url,
         )
+        result = open_pipeline(spec).bench(options)
     write_report(lambda folder: write_bench_report(result, folder), reports / name / "bench")
     if url is None:
         progress("card", write_figures(result, folders.repository))
@@ -330,7 +330,7 @@ def drift(
 
     The exit code is 0 if the build should be kept, and 1 if it should be tuned or built again.
     """
-    from triptych.building.kinds import read_compiled
+    from triptych.building.compiled import read_compiled
     from triptych.operate.tune.drift import check_drift, format_drift
     from triptych.operate.tune.new_traffic import read_lengths
     from triptych.operate.tune.proposal import read_measured_load

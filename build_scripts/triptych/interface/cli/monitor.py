@@ -87,7 +87,7 @@ def apply_run(
         ``build``, ``replaced`` and more about the new active build, or ``failure`` with the reason
         why nothing has changed.
     """
-    from triptych.building.kinds import read_compiled
+    from triptych.building.compiled import read_compiled
     from triptych.core.engine.stage import EngineFailure
     from triptych.core.gate.cached import GateFailure
     from triptych.operate.monitor.apply import apply_blocker, apply_proposal, format_applied
@@ -227,7 +227,7 @@ def _page(host: str, port: int | None) -> Iterator[RunCollector | None]:
 
 
 def _run_once(name: str, folders: Folders, options: MonitorOptions) -> MonitorRun:
-    from triptych.building.kinds import read_compiled
+    from triptych.building.compiled import read_compiled
     from triptych.interface.report.monitor import write_monitor_report
     from triptych.operate.monitor.results import RUN_FOLDER, read_timeline
     from triptych.operate.monitor.run import run_monitor
@@ -336,7 +336,7 @@ def shadow(
     candidate, each on its own server. The verdict covers answers, latency and cost.
     The exit code is 0 only for the verdict `promote`.
     """
-    from triptych.building.kinds import read_compiled
+    from triptych.building.compiled import read_compiled
     from triptych.interface.report.monitor import write_shadow_report
     from triptych.operate.monitor.sample import read_sample
     from triptych.operate.monitor.shadow import ReplayOptions, compare_candidate
@@ -401,7 +401,7 @@ def traffic(
     as_json: Json = False,
 ) -> None:
     """Add sampled requests to traffic.jsonl and report drift."""
-    from triptych.building.kinds import read_compiled
+    from triptych.building.compiled import read_compiled
     from triptych.operate.monitor.apply import format_change, take_rows
     from triptych.operate.monitor.sample import read_sample
     from triptych.operate.tune.drift import format_drift

@@ -110,11 +110,10 @@ def test(  # a verb, not a test
 
     This takes seconds, because no server is started and no model is loaded.
     """
-    from triptych.building.kinds import STEPS
-    from triptych.spec.any_spec import kind_in
+    from triptych.building.pipeline import open_pipeline
+    from triptych.spec.any_spec import load_any_spec
 
-    folder = pipelines / name
-    checks = STEPS[kind_in(folder)].check_folder(folder)
+    checks = open_pipeline(load_any_spec(pipelines / name)).check_files()
     if as_json:
         print_json([check.as_dict() for check in checks])
     else:
@@ -142,14 +141,12 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Print the plan of a build (models, shapes, limits) with reasons."""
-    from triptych.building.kinds import STEPS
-    from triptych.interface.kinds import FACES
+    from triptych.interface.cli.plan_text import describe_pipeline
     from triptych.spec.any_spec import load_any_spec
 
     named = [] if machine is None else [f"serving.machine={machine}"]
     spec = load_any_spec(folders.pipelines / name, [*(overrides or ()), *named])
-    inputs = STEPS[spec.kind].read(spec, progress)
-    _show(FACES[spec.kind].describe(inputs, folders.repository), as_json)
+    _show(describe_pipeline(spec, folders.repository, progress), as_json)
 
 
 def _show(description: Mapping[str, object], as_json: bool) -> None:
@@ -190,8 +187,8 @@ def build(
     Nothing of a pipeline is written unless every check passes. A pipeline that fails does not keep
     the others from being built.
     """
-    from triptych.building.build import build as build_pipeline
-    from triptych.building.kinds import STEPS
+    from triptych.building.pipeline import open_pipeline
+    from triptych.building.stages import BuildOptions, CheckedModel
     from triptych.repository.card import CARD_FILE
     from triptych.spec.any_spec import load_any_spec
 
@@ -218,20 +215,20 @@ def build(
         following = [later.name for later in specs[number + 1 :]]
         report: dict[str, str] = {}
 
-        def write(core: Any, report: dict[str, str] = report) -> None:
-            report |= _report(core.plan, core.gate, reports)
+        def write(model: CheckedModel, report: dict[str, str] = report) -> None:
+            report |= _report(model.plan, model.gate, reports)
 
+        options = BuildOptions(
+            repository=folders.repository,
+            progress=progress,
+            accept=reason,
+            built_after=following,
+            engine_dry_run=not no_dry_run,
+            before_write=write,
+        )
         with builds.of(spec.name):
             with show_progress("build", f"building {spec.name}"):
-                built = build_pipeline(
-                    STEPS[spec.kind].read(spec, progress),
-                    folders.repository,
-                    progress,
-                    built_after=following,
-                    accept=reason,
-                    engine_dry_run=not no_dry_run,
-                    before_write=write,
-                )
+                built = open_pipeline(spec).build(options)
             if built.plan is not None:
                 card = folders.repository / spec.name / CARD_FILE
                 report["card"] = str(card)

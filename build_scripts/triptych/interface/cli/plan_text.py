@@ -9,12 +9,18 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from triptych.base.errors import Progress
 from triptych.base.formatting import amount
 from triptych.base.releases import CONTEXT_MEMORY, first_release, parse_release
 from triptych.base.tensors import INPUT_IDS, Tensor, made_by_server
-from triptych.building.generation.inputs import GeneratingInputs, GenerationInputs
+from triptych.building.compiled import read_compiled
+from triptych.building.generation.inputs import (
+    GeneratingInputs,
+    GenerationInputs,
+    read_generation,
+)
 from triptych.building.generation.render import FROM_CORE, INPUTS, OUTPUTS, TO_CORE
-from triptych.building.generation.text2text import Text2TextInputs
+from triptych.building.generation.text2text import Text2TextInputs, read_text2text
 from triptych.core.export.to_onnx import plain_reason
 from triptych.core.inputs import PipelineInputs
 from triptych.models.tokenizer import OUT_OF_REACH
@@ -22,10 +28,14 @@ from triptych.repository.manifest import EncoderManifest, find_manifest
 from triptych.repository.render import python_steps, stages_of
 from triptych.runtime.engine_ctranslate2 import UNKNOWN
 from triptych.runtime.sampling_parameters import DEFAULTS
+from triptych.spec.any_spec import AnySpec
 from triptych.spec.engine_plan import EnginePlan, ShapeRange
 from triptych.spec.fields import TRITON_AS_NONE, PriorityLevels, SessionOptions
+from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
+from triptych.spec.model_fields import ModelSpec
 from triptych.spec.placement import MachinePlan
 from triptych.spec.plan import Plan
+from triptych.spec.spec import PipelineSpec
 from triptych.tasks.classes import LABELS_FILE
 
 if TYPE_CHECKING:
@@ -194,6 +204,26 @@ def _yes(value: bool) -> str:
 
 
 AUTO = "auto"
+
+
+def describe_pipeline(spec: AnySpec, repository: Path, progress: Progress) -> Described:
+    """Return the plan of a pipeline of any kind, as plain data.
+
+    Args:
+        spec: Spec of the pipeline.
+        repository: Folder of the models, which may hold an earlier build.
+        progress: Receives what was read.
+
+    Raises:
+        UserError: The spec, the model, the hooks or the traffic has a mistake.
+    """
+    match spec:
+        case PipelineSpec() | ModelSpec():
+            return describe_encoder(read_compiled(spec, progress), repository)
+        case GenerationSpec():
+            return describe_text_generation(read_generation(spec, progress))
+        case Text2TextSpec():
+            return describe_text2text(read_text2text(spec, progress))
 
 
 def describe_encoder(inputs: PipelineInputs, repository: Path) -> Described:
@@ -408,7 +438,7 @@ def _describe_tensors(tensors: tuple[Tensor, ...]) -> str:
     return ", ".join(f"{t.name} {t.dtype}{t.config_dims}" for t in tensors)
 
 
-def describe_text_generation(inputs: GenerationInputs, _repository: Path) -> Described:
+def describe_text_generation(inputs: GenerationInputs) -> Described:
     """Return the plan of a pipeline that generates text, as plain data."""
     core = inputs.spec.core
     full_mib = inputs.kv_token_bytes * inputs.max_length / 2**20
@@ -428,7 +458,7 @@ def describe_text_generation(inputs: GenerationInputs, _repository: Path) -> Des
     return _describe_generating(inputs, limits, adapters)
 
 
-def describe_text2text(inputs: Text2TextInputs, _repository: Path) -> Described:
+def describe_text2text(inputs: Text2TextInputs) -> Described:
     """Return the plan of a pipeline that summarizes or translates, as plain data."""
     begins, beams = inputs.answers.answer_begins, int(inputs.search["num_beams"])
     limits = {

@@ -373,7 +373,8 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Run the accuracy gate against a running server."""
-    from triptych.building.kinds import STEPS
+    from triptych.building.pipeline import open_pipeline
+    from triptych.building.stages import LiveOptions
     from triptych.client.server_info import check_served
     from triptych.core.gate.verify import describe_verification, verification_data
     from triptych.serving.endpoint import check_built, open_endpoint
@@ -384,12 +385,14 @@ def verify(
     else:  # before the reference is computed, which takes minutes
         check_served(url, name)
     spec = load_any_spec(folders.pipelines / name, overrides or ())
-    steps = STEPS[spec.kind]
-    inputs = steps.read(spec, progress)
-    server = open_endpoint(folders.repository, name, url, progress)
-    result = steps.verify(
-        inputs, folders.repository, server, progress, clients=clients, timeout_s=timeout_s
+    options = LiveOptions(
+        repository=folders.repository,
+        server=open_endpoint(folders.repository, name, url, progress),
+        progress=progress,
+        clients=clients,
+        timeout_s=timeout_s,
     )
+    result = open_pipeline(spec).verify(options)
     lines = describe_verification(result)
     exit_with_verdict(verification_data(result), lines, passed=result.passed, as_json=as_json)
 
@@ -441,7 +444,7 @@ def ui(
     The page shows the answers in the form of the task, and the time of each step.
     """
     from triptych.client.server_info import check_served
-    from triptych.interface.kinds import FACES
+    from triptych.interface.page.demo import open_page
     from triptych.repository.store import recover
     from triptych.serving.endpoint import check_built
     from triptych.serving.hot_reload import HotReload
@@ -460,8 +463,8 @@ def ui(
         warn(f"{host} can be reached from other machines, and the page does not authenticate users")
     with ExitStack() as opened:
 
-        def open_page(grpc_url: str, pid: int | None) -> None:
-            made = FACES[spec.kind].open_page(
+        def show_page(grpc_url: str, pid: int | None) -> None:
+            made = open_page(
                 spec,
                 folders.pipelines / name,
                 folders.repository,
@@ -479,7 +482,7 @@ def ui(
         if url is not None:
             with sigterm_as_interrupt():
                 try:
-                    open_page(url, None)
+                    show_page(url, None)
                     while True:  # `signal.pause` would miss a signal that comes just before it
                         time.sleep(1.0)
                 except KeyboardInterrupt:
@@ -494,7 +497,7 @@ def ui(
         def announce() -> None:
             if not pages:  # a restarted server has the same address
                 pages.append(server.grpc_url)
-                open_page(server.grpc_url, server.pid)
+                show_page(server.grpc_url, server.pid)
 
         run(server, announce, timeout_s=timeout_s, meanwhile=exchange.poll)
 

@@ -14,7 +14,7 @@ from triptych.client import Client, Completion, Generation, InferenceError, Samp
 from triptych.interface.page.web import MAX_EXAMPLES, PageServer, read_text
 from triptych.interface.report.pages import lines, render
 from triptych.models.fields import name_of_source
-from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
+from triptych.spec.generation_fields import TextSpec
 from triptych.spec.traffic import TRAFFIC_FILE, read_lines
 
 PARAMETERS = ("max_tokens", "temperature")
@@ -42,7 +42,7 @@ class ChatPage(PageServer):
 
     def __init__(
         self,
-        spec: GenerationSpec | Text2TextSpec,
+        spec: TextSpec,
         folder: Path,
         grpc_url: str,
         host: str,

@@ -1,4 +1,4 @@
-"""Demo page of an encoder: a form with its answer and the times of the request."""
+"""Demo page of a pipeline; of an encoder: a form with its answer and the times of the request."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from triptych.base.errors import UserError
 from triptych.client import Client, InferenceError, StepStatistics
 from triptych.client.rows import plain_outputs
 from triptych.core.inputs import task_of
+from triptych.interface.page.chat import ChatPage, TextPage
 from triptych.interface.page.form import (
     SECOND,
     AnswerView,
@@ -29,7 +30,10 @@ from triptych.interface.page.web import EXAMPLE, MAX_EXAMPLES, PageServer, read_
 from triptych.interface.report.pages import render
 from triptych.models.fields import name_of_source
 from triptych.repository.manifest import find_settings
-from triptych.spec.model_fields import CompiledSpec, is_own
+from triptych.spec.any_spec import AnySpec
+from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
+from triptych.spec.model_fields import CompiledSpec, ModelSpec, is_own
+from triptych.spec.spec import PipelineSpec
 from triptych.spec.traffic import (
     PARAMETERS,
     TRAFFIC_FILE,
@@ -238,17 +242,33 @@ class DemoPage(PageServer):
         self.pipeline.client.close()
 
 
-def open_demo_page(
-    spec: CompiledSpec,
+def open_page(
+    spec: AnySpec,
     folder: Path,
     repository: Path,
     url: str,
     host: str,
     port: int,
     timeout_s: float,
-) -> DemoPage:
-    """Return the page of a served encoder; see `open_pipeline` and `DemoPage`."""
-    return DemoPage(open_pipeline(spec, folder, repository, url, timeout_s), host, port)
+) -> PageServer:
+    """Return the page of a served pipeline of any kind.
+
+    Args:
+        spec: Spec of the pipeline.
+        folder: Folder of the pipeline.
+        repository: Model repository with the pipeline.
+        url: Address ``host:port`` of the server's gRPC endpoint.
+        host: Address to listen on.
+        port: Port to listen on; 0 picks a free port.
+        timeout_s: Timeout of each request, in seconds.
+    """
+    match spec:
+        case PipelineSpec() | ModelSpec():
+            return DemoPage(open_pipeline(spec, folder, repository, url, timeout_s), host, port)
+        case GenerationSpec():
+            return ChatPage(spec, folder, url, host, port, timeout_s)
+        case Text2TextSpec():
+            return TextPage(spec, folder, url, host, port, timeout_s)
 
 
 def _chosen(pipeline: PagePipeline, number: str) -> TrafficRow | None:

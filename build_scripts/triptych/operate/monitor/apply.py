@@ -14,7 +14,8 @@ from triptych.base.cache import sha256_of
 from triptych.base.errors import Progress, UserError
 from triptych.base.files import os_errors_as_user_errors, scratch_folder, write_files
 from triptych.building.build import BuildOutcome, build
-from triptych.building.kinds import read_compiled
+from triptych.building.compiled import CompiledStages, read_compiled
+from triptych.building.stages import BuildOptions
 from triptych.core.gate_rows import CALIBRATION_ROWS, split_traffic
 from triptych.core.inputs import PipelineInputs
 from triptych.core.own_reader import OwnReader
@@ -288,7 +289,8 @@ def apply_proposal(
         traffic.write_text(chosen.text, encoding="utf-8")
         new = read_compiled(spec, progress, traffic=traffic)
         try:
-            built = build(new, repository, progress)
+            options = BuildOptions(repository=repository, progress=progress)
+            built = build(CompiledStages(), new, options)
             with os_errors_as_user_errors(folder):
                 write_files(folder, {**old, **files}, is_private=True)
         except BaseException:

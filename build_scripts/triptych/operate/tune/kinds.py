@@ -13,12 +13,13 @@ from pydantic import JsonValue
 
 from triptych.base.errors import Progress, UserError
 from triptych.base.formatting import rounded
-from triptych.building import build as building
 from triptych.building.auto import AUTO
+from triptych.building.build import build
+from triptych.building.compiled import CompiledStages, read_compiled
 from triptych.building.generation.bench import check_clients, requests_of, subject_of
 from triptych.building.generation.build import build_trial
 from triptych.building.generation.inputs import GenerationInputs, read_generation
-from triptych.building.kinds import read_compiled
+from triptych.building.stages import BuildOptions
 from triptych.operate.tune.fields import FIELDS, GENERATION_FIELDS, Propose
 from triptych.operate.tune.objective import GoodputObjective, Objective, ThroughputObjective
 from triptych.operate.tune.results import Outcome
@@ -177,13 +178,15 @@ class CompiledTuning(TunedPipeline):
             )
         if inputs.plan.spec.core.precision != AUTO:
             return Setting()
-        core = building.build_checked_core(inputs, repository, progress)
+        options = BuildOptions(repository=repository, progress=progress, built_after=None)
+        core = CompiledStages().make_model(inputs, options)
         return Setting({"core.precision": core.gate.precision})
 
     def build(self, setting: Setting, repository: Path, progress: Progress) -> BuiltSetting:
         spec = load_compiled(self.folder, [*self.base, *setting.as_options], untuned=True)
         inputs = read_compiled(spec, progress)
-        outcome = building.build(inputs, repository, progress)
+        options = BuildOptions(repository=repository, progress=progress)
+        outcome = build(CompiledStages(), inputs, options)
         return BuiltSetting(inputs, inputs.plan, inputs.traffic, outcome.changed)
 
     def warm_up(self, target: BenchTarget, built: BuiltSetting) -> None:

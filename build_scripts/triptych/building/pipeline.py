@@ -1,0 +1,77 @@
+"""A pipeline of any kind, and what each verb of the command line does with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic
+
+from triptych.building.build import BuildOutcome, build
+from triptych.building.compiled import CompiledStages
+from triptych.building.generation.build import CheckedEngine, GeneratingStages
+from triptych.building.generation.inputs import GeneratingInputs
+from triptych.building.pipeline_checks import Check
+from triptych.building.stages import (
+    BenchOptions,
+    BuildOptions,
+    InputsT,
+    LiveOptions,
+    ModelT,
+    SpecT,
+    Stages,
+)
+from triptych.core.inputs import PipelineInputs
+from triptych.core.precision.stage import CheckedCore
+from triptych.repository.records import GateResult
+from triptych.serving.bench.results import BenchResult
+from triptych.spec.any_spec import AnySpec
+from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec, TextSpec
+from triptych.spec.model_fields import CompiledSpec, ModelSpec
+from triptych.spec.spec import PipelineSpec
+
+
+@dataclass(frozen=True)
+class OpenPipeline(Generic[SpecT, InputsT, ModelT]):
+    """A pipeline: its spec, with the stages of its kind."""
+
+    stages: Stages[SpecT, InputsT, ModelT]
+    spec: SpecT
+
+    def check_files(self) -> Sequence[Check]:
+        """Check the files without a server or a model; see `Stages.check_files`."""
+        return self.stages.check_files(self.spec)
+
+    def build(self, options: BuildOptions) -> BuildOutcome:
+        """Build the pipeline; see `build.build`."""
+        return build(self.stages, self.stages.read(self.spec, options.progress), options)
+
+    def verify(self, options: LiveOptions) -> GateResult:
+        """Run the gate through a server.
+
+        Raises:
+            UserError: No server answers, or it does not serve this pipeline.
+        """
+        return self.stages.verify(self.stages.read(self.spec, options.progress), options)
+
+    def bench(self, options: BenchOptions) -> BenchResult:
+        """Measure the built pipeline.
+
+        Raises:
+            UserError: The pipeline is not built, does not support the options, or is not served.
+        """
+        return self.stages.bench(self.stages.read(self.spec, options.progress), options)
+
+
+AnyPipeline = (
+    OpenPipeline[CompiledSpec, PipelineInputs, CheckedCore]
+    | OpenPipeline[TextSpec, GeneratingInputs, CheckedEngine]
+)
+
+
+def open_pipeline(spec: AnySpec) -> AnyPipeline:
+    """Return the pipeline of a spec, whose class decides the kind."""
+    match spec:
+        case PipelineSpec() | ModelSpec():
+            return OpenPipeline(CompiledStages(), spec)
+        case GenerationSpec() | Text2TextSpec():
+            return OpenPipeline(GeneratingStages(), spec)
