@@ -12,32 +12,27 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from benchmarks import tutorial
+from benchmarks.baselines import ROWS_A_CALL, Baselines, turns_of
 from benchmarks.harness import (
     Metrics,
     Turn,
     finish,
     is_wanted,
     make_parser,
-    progress,
-    quiet,
     run_rounds,
     say,
     tabulate,
 )  # fmt: skip
 from benchmarks.model import CACHE, PIPELINE, build, cosines, reference, traffic_texts
 from benchmarks.servers import Ensemble, HttpServer, make_http_servers
-from triptych.core.inputs import read_inputs
 from triptych.repository.manifest import EncoderManifest, read_manifest
-from triptych.serving.bench.baselines import ALL, Baselines
 from triptych.serving.bench.perf_analyzer import LoadError
-from triptych.spec.spec import load_spec
 from triptych.tasks.accuracy import TOLERANCES, thresholds
 from triptych.tasks.catalog import TASKS
 
 _NAME = PIPELINE.name
 _CHECKED_TEXTS = 96
 _MIN_COSINE = 0.9999
-_IN_PROCESS = "in process"
 
 
 @dataclass(frozen=True)
@@ -80,7 +75,9 @@ def main() -> int:
             Turn(one.server.name, lambda one=one: one.measure(texts, options.seconds, failures))  # type: ignore[misc]
             for one in systems
         ]
-        turns += _make_baselines([name for name in ALL if is_wanted(name, options)], stack, options)
+        if names := [name for name in ROWS_A_CALL if is_wanted(name, options)]:
+            baselines = Baselines(PIPELINE, build(CACHE / "packed"), names)
+            turns += turns_of(stack.enter_context(baselines), options.seconds)
         found = run_rounds([turns], options.rounds, max_minutes=options.max_minutes)
     table = tabulate(
         "Closed loops with one text a request",
@@ -151,24 +148,6 @@ def _build_precision(precision: str, *, per_core: bool = False) -> System:
     if built != "fp32":
         limit = thresholds(TASKS["text-embedding"], built, {})["mean_cosine"]
     return System(Ensemble(name, repository, _NAME), min_mean_cosine=limit)
-
-
-def _make_baselines(
-    names: Sequence[str], stack: ExitStack, options: argparse.Namespace
-) -> list[Turn]:
-    """Start the baselines of `triptych bench`: PyTorch and ONNX Runtime without a server."""
-    if not names:
-        return []
-    core = build(CACHE / "packed") / f"{_NAME}_core/1/model.onnx"
-    inputs = read_inputs(load_spec(PIPELINE), quiet)
-    baselines = stack.enter_context(Baselines(inputs, core, names=names, progress=progress))
-
-    def measure(name: str) -> Iterable[tuple[str, Metrics]]:
-        found = baselines.measure(name, options.seconds)
-        latencies = {"p50_ms": found.p50_us / 1e3, "p99_ms": found.p99_us / 1e3}
-        yield _IN_PROCESS, {"rate_per_s": found.throughput_per_s, **latencies}
-
-    return [Turn(name, lambda name=name: measure(name)) for name in baselines.names]  # type: ignore[misc]
 
 
 def _check_vectors(systems: Sequence[System], texts: Sequence[str]) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import http.client
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,7 +25,6 @@ from numpy.typing import NDArray
 
 from benchmarks.harness import closed_loop, say
 from benchmarks.model import CACHE, build, model_folder
-from triptych.serving.bench.baselines import ChildProcess
 from triptych.serving.generation_environment import environment_python, find_environment
 from triptych.serving.ports import reserve_ports
 from triptych.serving.readiness import responds_ok
@@ -35,6 +36,7 @@ MAX_BATCH, MAX_BATCH_TIME_S = 32, 0.01
 """Limits of the batches of LitServe and MLServer, where they batch at all."""
 _CHECK_CLIENTS = 16
 _RESPONSE_TIMEOUT_S = 120.0
+_END_TIMEOUT_S = 20.0
 OFFLINE = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
@@ -178,17 +180,33 @@ def run_server(
     timeout_s: float = 180.0,
 ) -> Iterator[int]:
     """Run a server in `folder` while the block runs; yield its process id once it is ready."""
-    process = ChildProcess(command, folder / "log.txt", folder=folder, variables=variables)
+    log = folder / "log.txt"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, cwd=folder, env={**os.environ, **variables}, stdin=subprocess.DEVNULL,
+            stdout=output, stderr=output, start_new_session=True,
+        )  # fmt: skip
     try:
         deadline = time.monotonic() + timeout_s
         while not responds_ok(f"{HOST}:{port}", f"/{health}"):
-            if process.has_ended or time.monotonic() > deadline:
-                log = process.log.read_text(encoding="utf-8", errors="replace")
-                raise RuntimeError(f"{name} did not start:\n{log[-3000:]}")
+            if _has_ended(process.pid) or time.monotonic() > deadline:
+                text = log.read_text(encoding="utf-8", errors="replace")
+                raise RuntimeError(f"{name} did not start:\n{text[-3000:]}")
             time.sleep(0.2)
         yield process.pid
     finally:
-        process.end(20.0)
+        os.kill(process.pid, signal.SIGTERM)  # `Popen.terminate` would reap the process
+        deadline = time.monotonic() + _END_TIMEOUT_S
+        while not _has_ended(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        # The process has not been reaped, so the system cannot have reused its id.
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _has_ended(pid: int) -> bool:
+    """Return whether a child has ended; it is not reaped."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
 
 def _install(name: str) -> Path:

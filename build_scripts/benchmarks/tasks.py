@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import transformers
 
 from benchmarks import transformers_pipelines
+from benchmarks.baselines import Baselines
 from benchmarks.harness import (
     Series,
     Turn,
@@ -41,7 +42,6 @@ from triptych.building.compiled import CompiledStages
 from triptych.building.stages import BuildOptions
 from triptych.client import Client
 from triptych.core.inputs import read_inputs
-from triptych.serving.bench.baselines import Baselines
 from triptych.serving.server import Server
 from triptych.spec.spec import load_spec
 
@@ -103,7 +103,7 @@ def _measure(
     """Return the series of each layout and of the other system, and the agreement of each layout.
 
     transformers 5 has no pipeline of question answering. That task is compared with the baseline
-    ``torch batched`` of `triptych bench`, which does not decode, so that nothing can agree.
+    ``torch batched`` (`baselines`), which does not decode, so that nothing can agree.
     """
     source = write_model(model, _FOLDER / "models" / model.name)
     repository, seconds = _FOLDER / "repositories" / model.name, options.seconds
@@ -120,15 +120,11 @@ def _measure(
     agreement = dict.fromkeys(pipelines, "")
     with ExitStack() as stack:
         if model.task == "question-answering":
-            file, names = repository / f"{name}_core/1/model.onnx", (_BATCHED,)
             agreement = dict.fromkeys(pipelines, f"not compared; speed of {_BATCHED}")
-            baselines = Baselines(
-                inputs.with_built_layout(repository), file, names=names, progress=quiet
-            )
-            stack.enter_context(baselines)
+            baselines = stack.enter_context(Baselines(folder, repository, (_BATCHED,)))
 
             def measure_own() -> float:
-                return baselines.measure(_BATCHED, seconds).throughput_per_s
+                return baselines.measure(_BATCHED, seconds)["rate_per_s"]
 
         else:
             run = transformers_pipelines.load(model, source, batch_size=BATCH_SIZE)

@@ -28,7 +28,6 @@ from own_models import (
     write_rows,
 )
 from scaffolding import write
-from triptych.base.errors import UserError
 from triptych.building.own_checks import check_own_pipeline
 from triptych.client import Client, InvalidRequestError
 from triptych.core.gate.cached import Gate
@@ -38,7 +37,6 @@ from triptych.repository.sharing import check_sharers
 from triptych.runtime.in_flight import PREFIX_VARIABLE, InFlight
 from triptych.runtime.own_step import pack_arrays, unpack_arrays
 from triptych.runtime.sampling import FOLDER_VARIABLE
-from triptych.serving.bench.bench import Bench, bench_pipeline
 from triptych.serving.hot_reload import HotReload
 from triptych.serving.server import Server
 from triptych.spec.model_fields import load_model_spec
@@ -197,8 +195,6 @@ def test_a_core_is_shared_by_pipelines(base: Path, server: Any) -> None:
 def test_the_gate_finds_a_fault_in_a_core_and_behind_it(base: Path, tmp_path: Path) -> None:
     model = "vectors"
     inputs = read_own(base, "cores")
-    with pytest.raises(UserError, match="no library runs them as one"):
-        bench_pipeline(inputs, base / "repository", Bench(baselines=True), quiet)
     core = next(each for each in (inputs, *inputs.others) if each.model == model)
     gate = Gate(core, "fp32", quiet)
     shutil.copy(base / f"pipelines/cores/{model}.onnx", tmp_path / "right.onnx")

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import pickle
 import re
 import shutil
 from collections.abc import Iterator
@@ -39,8 +38,6 @@ from triptych.container.manifests import find_pipelines
 from triptych.core.gate.cached import GateFailure
 from triptych.core.gate.verify import verify_pipeline
 from triptych.runtime.sampling import FOLDER_VARIABLE
-from triptych.serving.bench.baseline_calls import OWN, open_rows, read_work, work_of
-from triptych.serving.bench.baselines import Baselines
 from triptych.serving.server import Server
 from triptych.spec.model_fields import load_model_spec
 
@@ -260,21 +257,6 @@ def test_the_command_sends_typed_rows(folder: Path, server: Any, tmp_path: Path)
     np.testing.assert_allclose(json.loads(answers[0]["risk"]), wanted, atol=1e-6)
     np.testing.assert_allclose(json.loads(answers[1]["risk"]), usual, atol=1e-6)
     assert "must have the shape [4]" in answers[2]["error"]
-
-
-def test_baselines_compute_the_rows_of_an_own_model(folder: Path) -> None:
-    inputs = read_own(folder, "table")
-    core = folder / "repository/table_core/1/model.onnx"
-    (folder / "work.pickle").write_bytes(pickle.dumps(work_of(inputs, core)))
-    work = read_work(folder / "work.pickle")
-    rows = {np.asarray(row).tobytes() for row in open_rows(work)(work.requests)}
-    gated = [row for request in inputs.requests if not request.edge for row in request.rows]
-    assert {np.asarray(row).tobytes() for row in gated} <= rows
-    with Baselines(inputs, core, names=OWN, progress=quiet) as baselines:
-        assert baselines.measure("onnxruntime", 0.1).requests, baselines.not_runnable
-    traffic = folder / "pipelines/table/traffic.jsonl"
-    done = run("drift", "table", traffic, *folders_of(folder, "pipelines", "repository"))
-    assert "the cost of a row of another graph is not known" in str(done.exception)
 
 
 def test_sampled_rows_are_compared_and_become_traffic(folder: Path, server: Any) -> None:

@@ -176,7 +176,7 @@ def test_the_largest_batch_as_measured_ends_before_its_server(tmp_path: Path) ->
     full = replace(step("core", 0.0, 3_199_930.0, 32, 4), executions=4, rows=128)
     alone = replace(step("core", 0.0, 500_000.0, 1, 4), executions=4, rows=4)
     rounds = [replace(measurement(8), steps=(use,)) for use in (alone, full)]
-    points = tuple(LoadPoint("minilm", OfferedLoad("concurrency", 8), (one,)) for one in rounds)
+    points = tuple(LoadPoint(OfferedLoad("concurrency", 8), (one,)) for one in rounds)
     reports = write_bench(tmp_path / "reports", points=points)
     sizes = read_context(repository, "minilm", options(), reports).sizes
     assert "the largest batch takes 12.8 s as measured" in sizes.exit_timeout_s.reason

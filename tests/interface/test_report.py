@@ -17,7 +17,6 @@ from load_samples import (
     NOTHING_ANSWERED,
     PROMISE,
     arrivals,
-    baseline,
     bench,
     measurement,
     point,
@@ -49,7 +48,6 @@ from triptych.interface.report.plots import (
     Dot,
     PlotBar,
     Series,
-    compared,
     curves,
     histogram,
     interval,
@@ -76,7 +74,7 @@ from triptych.spec.slo import Slo
 def closed_loop(*p99_ms: float) -> BenchResult:
     """A load of eight clients without a search of rates, in rounds with these latencies."""
     rounds = tuple(measurement(8, p99_us=1e3 * ms) for ms in p99_ms)
-    return bench(points=(LoadPoint("minilm", OfferedLoad("concurrency", 8), rounds),), rate=None)
+    return bench(points=(LoadPoint(OfferedLoad("concurrency", 8), rounds),), rate=None)
 
 
 def test_a_verdict_is_of_rates_where_they_were_searched_and_as_firm_as_the_rounds_allow() -> None:
@@ -137,7 +135,6 @@ def test_the_best_point_holds_the_promise_where_one_does() -> None:
     assert find_best_point((), Slo()) is None
     assert format_headline(bench(points=())) == ""
     assert find_limiting_bottleneck(()) is None
-    assert find_limiting_bottleneck((baseline("x", OfferedLoad("in_process", 1), 9.0),)) is None
     for result, loads in (
         (bench(), [4, 32]),
         (bench(slo=Slo()), [1, 32]),
@@ -150,10 +147,10 @@ def test_the_best_point_holds_the_promise_where_one_does() -> None:
 def test_warnings_that_differ_in_numbers_are_told_once() -> None:
     points = [point(clients, warnings=(f"differs by {clients} %",)) for clients in (1, 8)]
     assert collect_warnings([*points, point(2)]) == [
-        "differs by 1 %, 6 similar warnings (minilm, 1 client; minilm, 8 clients)"
+        "differs by 1 %, 6 similar warnings (1 client; 8 clients)"
     ]
     one = replace(points[0], rounds=points[0].rounds[:1])
-    assert collect_warnings([one]) == ["differs by 1 % (minilm, 1 client)"]
+    assert collect_warnings([one]) == ["differs by 1 % (1 client)"]
 
 
 def test_texts_keep_what_can_be_read() -> None:
@@ -230,7 +227,6 @@ def test_any_points_can_be_drawn() -> None:
         histogram("h", "H", {4: 0}, axes=("x", "y")),
         waterfall("w", "W", [], "0"),
         waterfall("w", "W", [PlotBar("a", 0.0, "0", "s1")], "0"),
-        compared("b", "B", []),
     } == {""}
     for high, is_red in ((-0.01, True), (0.0, False), (-0.005, False)):  # only wholly in the loss
         assert ("whisker bad" in interval(-0.03, -0.04, high, 0.005)) == is_red, high
@@ -282,16 +278,14 @@ def test_the_csv_has_a_row_for_each_point_and_round(tmp_path: Path) -> None:
     result = bench()
     write_bench_report(result, tmp_path)
     _, rows = read_csv(tmp_path)
-    assert len(rows) == 6 * 3 + 4 * 3 + 5
+    assert len(rows) == 6 * 3 + 5
     second = rows[1]
     wanted = result.points[0].rounds[1]
-    assert (second["part"], second["contender"], second["round"]) == ("pipeline", "minilm", "2")
+    assert (second["part"], second["load_value"], second["round"]) == ("pipeline", "1", "2")
     names = ("throughput_per_s", "p99_us", "core_queue_us", "core_mean_batch")
     core = wanted.steps[1]
     measured = wanted.throughput_per_s, wanted.p99_us, core.queue_us, core.mean_batch
     assert tuple(float(second[name]) for name in names) == measured
-    of_torch = next(row for row in rows if row["contender"] == "torch eager")
-    assert (of_torch["part"], of_torch["core_queue_us"]) == ("baseline", "")
     write_bench_report(bench(points=(point(1, **NOTHING_ANSWERED),)), tmp_path)
     first = read_csv(tmp_path)[1][0]
     assert (first["errors"], json.loads(first["error_kinds"])["deadline"]) == ("4815", 3)
@@ -301,13 +295,12 @@ def test_no_cell_of_the_csv_is_a_formula(tmp_path: Path) -> None:
     """Names come from a server that may be anybody's; numbers stay numbers."""
     for sign in "=+-@\t\r":
         name = f'{sign}HYPERLINK("http://x")'
-        first, *others = (replace(one, contender=name) for one in bench().points)
+        first, *others = bench().points
         step, *steps = first.rounds[0].steps
         rounds = (replace(first.rounds[0], steps=(replace(step, step=name), *steps)),)
         write_bench_report(bench(points=(replace(first, rounds=rounds), *others)), tmp_path)
         heads, rows = read_csv(tmp_path)
         assert f"'{name}_queue_us" in heads
-        assert rows[0]["contender"] == f"'{name}"
         cells = [*heads, *(cell for row in rows for cell in row.values())]
         assert [cell for cell in cells if cell.startswith(tuple("=+-@\t\r"))] == []
         assert float(rows[0]["p99_us"]) == rounds[0].p99_us
@@ -334,7 +327,7 @@ def test_what_cannot_be_written_leaves_the_old_files_and_no_scraps(tmp_path: Pat
 def test_the_front_of_a_tuning_is_what_no_point_beats() -> None:
     def at(rate: float, p99: float, **changes: Any) -> LoadPoint:
         one = measurement(4, throughput_per_s=rate, p99_us=p99, **changes)
-        return LoadPoint("p", OfferedLoad("concurrency", rate), (one,))
+        return LoadPoint(OfferedLoad("concurrency", rate), (one,))
 
     def figures(one: LoadPoint) -> tuple[float, float]:
         return one.median("throughput_per_s"), one.median("p99_us")

@@ -35,7 +35,6 @@ HEAVY = {
     "torch": {
         "core/export/",
         "core/gate/reference.py",
-        "serving/bench/torch_model.py",
         "building/generation/",
         "models/image_core.py",
     },

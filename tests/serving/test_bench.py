@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from conftest import TRAFFIC_ROWS, build_into, write_pipeline
-from load_samples import NASTY, NOTHING_ANSWERED, baseline, bench, measurement, point, subject
+from load_samples import NASTY, NOTHING_ANSWERED, bench, measurement, point, subject
 from mistakes import check_refused, refusal
 from triptych.base.errors import UserError
 from triptych.interface.cli import app
@@ -60,15 +60,10 @@ def options(home: Path, reports: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def measured(home: Path) -> dict[str, Any]:
-    """Two closed loops and bursts, two baselines, and a price."""
+    """Two closed loops and bursts, and a price."""
     words = ["-c", "1", "-c", "4", "--rate", "20", "--arrivals", "burst", "--burst", "4"]
     price = ["--price-per-hour", "3.6", "--peak-rps", "1000", "--daily-requests", "1000000"]
-    with pytest.MonkeyPatch.context() as patch:
-        names = ("torch eager", "onnxruntime")  # test_baselines has all
-        patch.setattr("triptych.serving.bench.bench.ALL", names)
-        text = triptych(
-            "bench", "tiny", *options(home, "a"), *words, *price, "--baseline", "--json"
-        )
+    text = triptych("bench", "tiny", *options(home, "a"), *words, *price, "--json")
     document: dict[str, Any] = json.loads(text)
     return document
 
@@ -89,9 +84,7 @@ def test_every_load_is_measured_with_its_steps_and_where_time_goes(
     assert sum(result.subject.lengths.values()) == TRAFFIC_ROWS
     assert result.slo == Slo(p99_ms=9e5)
     assert result.cost is not None
-    assert [one.contender for one in result.baselines] == ["torch eager", "onnxruntime"]
-    assert result.not_runnable == {}
-    assert all(len(one.rounds) == 2 and one.typical.requests for one in result.baselines)
+    assert all(len(one.rounds) == 2 for one in result.points)
     # All loads hold so loose a promise: the price is that of the fastest.
     best = max(one.median("throughput_per_s") for one in result.points)
     assert result.cost.per_million == pytest.approx(3.6 / 3600 / best * 1e6, rel=1e-6)
@@ -99,7 +92,7 @@ def test_every_load_is_measured_with_its_steps_and_where_time_goes(
     folder = home / "a" / "tiny" / "bench"
     assert json.loads((folder / "bench.json").read_text(encoding="utf-8")) == measured
     rows = list(csv.DictReader((folder / "bench.csv").read_text(encoding="utf-8").splitlines()))
-    assert len(rows) == 10  # two rounds of three loads and two baselines
+    assert len(rows) == 6  # two rounds of three loads
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "SLO met" in page
     assert "20/s in bursts of 4" in page
@@ -172,7 +165,7 @@ def rounds(*rates: float, unstable: int = -1) -> BenchResult:
         for index, rate in enumerate(rates)
     )
     one = replace(point(8), rounds=measured)
-    return bench(points=(one,), baselines=(), rate=None, cost=None)
+    return bench(points=(one,), rate=None, cost=None)
 
 
 def change(before: BenchResult, after: BenchResult, name: str) -> MetricChange:
@@ -210,33 +203,31 @@ def test_unstable_rounds_prove_nothing() -> None:
 
 def test_errors_are_compared_where_there_are_any() -> None:
     one = point(8, errors={"deadline": 10}, requests=90)
-    failing = bench(points=(one,), baselines=())
-    clean = bench(points=(point(8),), baselines=())
+    failing = bench(points=(one,))
+    clean = bench(points=(point(8),))
     found = change(clean, failing, "errors %")
     assert (found.before, found.after, found.ratio, found.weight) == (0, 10, None, "worse")
-    silent = bench(points=(point(8, **NOTHING_ANSWERED),), baselines=())
+    silent = bench(points=(point(8, **NOTHING_ANSWERED),))
     assert change(clean, silent, "errors %").after == 100
     assert change(silent, clean, "requests/s").ratio is None
 
 
 def test_loads_of_one_side_are_named() -> None:
     before = bench(points=(point(1), point(8)))
-    after = bench(
-        points=(point(8), point(64)), baselines=(baseline("x", OfferedLoad("in_process", 1), 9),)
-    )
+    after = bench(points=(point(8), point(64)))
     found = compare_results(before, after)
     assert [str(pair.load) for pair in found.pairs] == ["8 clients"]
-    assert found.only_after == ("minilm, 64 clients", "x, 1 per call")
-    assert (found.only_before[0], len(found.only_before)) == ("minilm, 1 client", 5)
+    assert found.only_after == ("64 clients",)
+    assert found.only_before == ("1 client",)
 
 
 def test_other_pipelines_are_compared_and_other_machines_and_traffic_are_warned_of() -> None:
     renamed = bench(
         subject=subject(pipeline="minilm_int8", precision="int8", overrides={"core.instances": 2}),
-        points=tuple(replace(point(c), contender="minilm_int8") for c in (1, 8)),
+        points=(point(1), point(8)),
     )
     found = compare_results(bench(), renamed)
-    assert found.pairs[0].contender == "minilm_int8"
+    assert len(found.pairs) == 2
     assert found.differences == {
         "pipeline": ("minilm", "minilm_int8"),
         "precision": ("fp32", "int8"),

@@ -242,7 +242,7 @@ def test_a_shortfall_of_the_load_generator_is_not_the_server_s() -> None:
     load = OfferedLoad("poisson", 20.0)
     for sent, kept in ((None, True), (19.9, True), (16.1, False)):
         assert is_sent(replace(plain, sent_per_s=sent), load) is kept
-    found = LoadPoint("minilm", load, (replace(plain, sent_per_s=16.1),))
+    found = LoadPoint(load, (replace(plain, sent_per_s=16.1),))
     assert found.load_text == "20/s poisson, 16.1/s sent"
     assert replace(found, rounds=(plain,)).load_text == "20/s poisson"
 

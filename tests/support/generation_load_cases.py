@@ -35,8 +35,8 @@ def result(*, slow: float = 1.0) -> BenchResult:
             parts=split_answer_time(times[-1] / 1e3, streamed),
         )
         load = OfferedLoad("concurrency", clients)
-        points.append(LoadPoint("minilm", load, (one, one), find_bottleneck(one, load)))
-    return bench(points=tuple(points), slo=slo, rate=None, baselines=(), cost=None)
+        points.append(LoadPoint(load, (one, one), find_bottleneck(one, load)))
+    return bench(points=tuple(points), slo=slo, rate=None, cost=None)
 
 
 def found(*, slow: float, **changes: Any) -> Outcome:

@@ -104,19 +104,7 @@ FULL = Bottleneck(
 def point(clients: float, *, drift: float = 1.0, **changes: Any) -> LoadPoint:
     """Three rounds of the pipeline, 2 % apart."""
     rounds = tuple(measurement(clients, drift=drift * d, **changes) for d in (0.99, 1.0, 1.01))
-    return LoadPoint("minilm", OfferedLoad("concurrency", clients), rounds, FULL)
-
-
-def baseline(name: str, load: OfferedLoad, rate: float) -> LoadPoint:
-    """What no server was asked for: no steps, no parts, no resources."""
-    mean = 1e6 * (load.value if load.kind == "concurrency" else 1) / rate
-    times = {name: mean * (1 + 0.1 * i) for i, name in enumerate(TIMES[1:])}
-    nothing: dict[str, Any] = {"steps": (), "parts": (), "resources": None, "is_stable": None}
-    rounds = tuple(
-        measurement(1, throughput_per_s=rate * d, mean_us=mean, **times, **nothing)
-        for d in (0.98, 1.0, 1.02)
-    )
-    return LoadPoint(name, load, rounds)
+    return LoadPoint(OfferedLoad("concurrency", clients), rounds, FULL)
 
 
 def arrivals(rate: float, p99_ms: float) -> LoadPoint:
@@ -124,7 +112,7 @@ def arrivals(rate: float, p99_ms: float) -> LoadPoint:
     parts = (400, 350, 600, 750, 1e3, 1.3e3)
     times = {name: p99_ms * part for name, part in zip(TIMES, parts, strict=True)}
     one = measurement(1 + rate / 20, throughput_per_s=rate * 0.998, **times)
-    return LoadPoint("minilm", OfferedLoad("poisson", rate), (one,), FULL)
+    return LoadPoint(OfferedLoad("poisson", rate), (one,), FULL)
 
 
 def rate_search(slo: Slo = PROMISE) -> RateSearch:
@@ -154,16 +142,10 @@ def subject(**changes: Any) -> Subject:
 
 
 def bench(*, drift: float = 1.0, **changes: Any) -> BenchResult:
-    """Six loads, four baselines, a rate search and a cost; but for `changes`."""
+    """Six loads, a rate search and a cost; but for `changes`."""
     values: dict[str, Any] = {
         "subject": subject(),
         "points": tuple(point(clients, drift=drift) for clients in (1, 2, 4, 8, 16, 32)),
-        "baselines": (
-            baseline("torch eager", OfferedLoad("in_process", 1), 61.0),
-            baseline("onnxruntime in process", OfferedLoad("in_process", 8), 210.0),
-            baseline("LitServe", OfferedLoad("concurrency", 8), 88.0),
-            baseline("MLServer", OfferedLoad("concurrency", 8), 70.0),
-        ),
         "slo": PROMISE,
         "rate": rate_search(),
         "cost": Price(0.34, 5e6, 900, currency="USD", headroom=0.3).cost(150),
@@ -204,11 +186,8 @@ def hostile(word: str) -> BenchResult:
             machine={word: word},
             versions={word: word},
         ),
-        points=(LoadPoint(word, OfferedLoad("concurrency", 2), (one,), held),),
-        baselines=(LoadPoint(word, OfferedLoad("in_process", 2), (one,)),),
-        rate=RateSearch(
-            PROMISE, 1.0, None, (LoadPoint(word, OfferedLoad("poisson", 1), (one,), held),)
-        ),
+        points=(LoadPoint(OfferedLoad("concurrency", 2), (one,), held),),
+        rate=RateSearch(PROMISE, 1.0, None, (LoadPoint(OfferedLoad("poisson", 1), (one,), held),)),
         cost=Price(1, currency=word, headroom=0.3).cost(1),
     )
 
@@ -222,14 +201,12 @@ def _scaled(factor: float) -> BenchResult:
         parts=tuple(replace(part, us=part.us * factor) for part in one.parts),
         **{name: getattr(one, name) * factor for name in TIMES},
     )
-    return bench(
-        points=(LoadPoint("minilm", OfferedLoad("concurrency", 4), (one, other)),), rate=None
-    )
+    return bench(points=(LoadPoint(OfferedLoad("concurrency", 4), (one, other)),), rate=None)
 
 
 NASTY: dict[str, BenchResult] = {
-    "one point": bench(points=(point(8),), baselines=(), rate=None, cost=None, slo=Slo()),
-    "no point": bench(points=(), baselines=(), rate=None, cost=None),
+    "one point": bench(points=(point(8),), rate=None, cost=None, slo=Slo()),
+    "no point": bench(points=(), rate=None, cost=None),
     "one round": bench(points=(replace(point(8), rounds=(measurement(8),)),)),
     "errors only": bench(
         points=tuple(point(clients, **NOTHING_ANSWERED) for clients in (1, 8)),

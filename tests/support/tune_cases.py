@@ -61,9 +61,8 @@ def point(rate: float, p99_ms: float) -> LoadPoint:
         )
         for name, us in (("preprocess", 60.0), ("core", 900.0), ("postprocess", 40.0))
     )
-    return LoadPoint(
-        "minilm", OfferedLoad("poisson", rate), (measurement(rate, p99_ms * 1e3, steps=steps),)
-    )
+    one = measurement(rate, p99_ms * 1e3, steps=steps)
+    return LoadPoint(OfferedLoad("poisson", rate), (one,))
 
 
 SEARCH = RateSearch(

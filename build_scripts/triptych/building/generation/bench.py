@@ -27,13 +27,6 @@ def bench_generation(inputs: GeneratingInputs, options: BenchOptions) -> BenchRe
         UserError: The pipeline does not support the options, or see `bench_pipeline`.
     """
     bench, url = options.bench, options.url
-    if bench.baselines:
-        raise UserError(
-            "--baseline",
-            "is not supported for pipelines that generate text",
-            given=inputs.spec.name,
-            remedy="Leave it out, or compare with build_scripts/benchmarks/generation.py",
-        )
     if url is not None:
         check_single(url, "measure it")
     for load in bench.loads:

@@ -176,10 +176,6 @@ def bench(
         bool,
         typer.Option("--find-max-rate", help="Search the highest rate that meets the SLO."),
     ] = False,
-    baseline: Annotated[
-        bool,
-        typer.Option("--baseline", help="Measure PyTorch and ONNX Runtime for comparison as well."),
-    ] = False,
     export_perf: Annotated[
         Path | None,
         typer.Option(
@@ -212,7 +208,6 @@ def bench(
         budget_s=parse_seconds("--time-budget", load.time_budget),
         slo=parse_any_slo(spec, slo.slo or (), slo.min_throughput),
         find_rate=find_max_rate,
-        baselines=baseline,
         price=price.price(),
         export=export_perf,
     )

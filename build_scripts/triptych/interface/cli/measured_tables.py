@@ -15,7 +15,7 @@ from triptych.interface.cli.options import (
     print_table,
     say,
 )
-from triptych.interface.report.bench import cost_entries, part_name, samples, times_as_fast
+from triptych.interface.report.bench import cost_entries, part_name, samples
 from triptych.interface.report.tune import before_and_after, gained, grown, verdict_word
 from triptych.operate.tune.results import TuneResult
 from triptych.serving.bench.comparison import BenchComparison, MetricChange
@@ -38,7 +38,7 @@ _MORE_THAN_NOISE = ("better", "worse", "changed")
 
 
 def print_bench(console: Console, result: BenchResult) -> None:
-    """Print the verdict, all loads, the bottleneck, baselines and cost."""
+    """Print the verdict, all loads, the bottleneck and cost."""
     verdict = judge_slo(result)
     say(console, f"{result.subject.pipeline}: {verdict.word}", STYLES.get(verdict.kind, "bold"))
     say(console, f"  {verdict.explanation}")
@@ -54,7 +54,6 @@ def print_bench(console: Console, result: BenchResult) -> None:
         say(console, f"Bottleneck: {bottleneck.kind}. {bottleneck.explanation}", "bold")
         if bottleneck.remedy:
             say(console, f"  -> {bottleneck.remedy}")
-    _print_baselines(console, result)
     if result.rate is not None:
         say(console, f"Highest rate: {result.rate.slo} {format_rates(result.rate)}")
     if result.cost is not None:
@@ -95,7 +94,7 @@ def _groups(comparison: BenchComparison) -> list[tuple[str, Sequence[MetricChang
             for change in pair.changes
             if not change.of_step or change.weight in _MORE_THAN_NOISE
         ]
-        groups.append((f"{pair.contender}, {pair.load}", changes))
+        groups.append((str(pair.load), changes))
     return [*groups, *([("Total", comparison.totals)] if comparison.totals else [])]
 
 
@@ -159,30 +158,14 @@ def _print_budget(console: Console, points: Sequence[LoadPoint]) -> None:
         say(console, f"  {point.load}: {milliseconds(whole)} ms: {', '.join(words)}")
 
 
-def _print_baselines(console: Console, result: BenchResult) -> None:
-    last = f"times as fast ({100 * CONFIDENCE:g} %)"
-    heads = ("contender", "load", "requests/s", "p50 ms", "p99 ms", last)
-    rows = [
-        (
-            baseline.contender,
-            str(baseline.load),
-            rounded(baseline.median("throughput_per_s")),
-            *(milliseconds(baseline.median(name)) for name in ("p50_us", "p99_us")),
-            times_as_fast(result.points, baseline),
-        )
-        for baseline in result.baselines
-    ]
-    print_table(console, "Baselines", heads, rows)
-
-
 def _print_errors_and_warnings(console: Console, result: BenchResult) -> None:
-    every = (*result.points, *result.baselines, *(result.rate.points if result.rate else ()))
+    every = (*result.points, *(result.rate.points if result.rate else ()))
     for text in collect_warnings(every):
         say(console, f"warning: {text}", "yellow")
     errors: dict[str, list[str]] = {}
     for point in every:
         for kind, count in point.errors.items():
-            errors.setdefault(kind, []).append(f"{point.contender}, {point.load}: {count:,}")
+            errors.setdefault(kind, []).append(f"{point.load}: {count:,}")
     for kind, loads in errors.items():
         say(console, f"error: {kind} ({'; '.join(loads)})", "red")
 

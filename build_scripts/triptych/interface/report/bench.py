@@ -12,7 +12,6 @@ from typing import Any
 
 from markupsafe import Markup
 
-from triptych.base.confidence import paired_ratio, separate_ratio
 from triptych.base.errors import UserError
 from triptych.base.files import os_errors_as_user_errors, write_files
 from triptych.base.formatting import NOTHING, milliseconds, number, percent, rounded
@@ -21,7 +20,6 @@ from triptych.interface.report.plots import (
     Dot,
     PlotBar,
     Series,
-    compared,
     curves,
     histogram,
     waterfall,
@@ -47,7 +45,7 @@ from triptych.serving.bench.results import (
     judge_slo,
     to_json,
 )
-from triptych.spec.slo import MOMENTS, PERCENTILES, AnySlo, Slo
+from triptych.spec.slo import MOMENTS, PERCENTILES, AnySlo
 
 _TIMES = ("ttft p50", "ttft p99", "itl p50", "itl p99")
 
@@ -131,7 +129,7 @@ Rate = Callable[[LoadPoint], float]
 
 def page(result: BenchResult) -> str:
     rate = result.rate
-    every = (*result.points, *result.baselines, *(rate.points if rate else ()))
+    every = (*result.points, *(rate.points if rate else ()))
     closed = closed_loop_points(result.points)
     other = [point for point in result.points if point.load.kind != "concurrency"]
     other = sorted(other, key=lambda point: point.load.value)
@@ -160,8 +158,6 @@ def page(result: BenchResult) -> str:
         every=every,
         latency=latency,
         warnings=collect_warnings(every),
-        contenders=_contenders(result),
-        baselines=[(other, times_as_fast(result.points, other)) for other in result.baselines],
         cost=cost_entries(result.cost) if result.cost else {},
         watched=[point for point in shown if point.typical.resources],
         resources=_resources(shown),
@@ -264,22 +260,6 @@ def part_name(part: Part) -> str:
     return part.where if part.what == "compute" else part.what
 
 
-def times_as_fast(points: Sequence[LoadPoint], baseline: LoadPoint) -> str:
-    """Return the throughput relative to a baseline, such as ``2.31 (2.20 to 2.43)``.
-
-    It is compared at the load of the baseline, or else at the best load.
-    """
-    same = [point for point in points if point.load == baseline.load]
-    pipeline = same[0] if same else find_best_point(points, Slo())
-    if pipeline is None:
-        return NOTHING
-    slow, fast = ([one.throughput_per_s for one in p.rounds] for p in (baseline, pipeline))
-    if not min(*slow, *fast) > 0:
-        return NOTHING
-    in_turns = len(slow) == len(fast)
-    return (paired_ratio(slow, fast) if in_turns else separate_ratio(slow, fast)).brief
-
-
 def cost_entries(found: Cost) -> dict[str, str]:
     """Return name and formatted value of each part of a cost."""
     money = f"{found.currency} "
@@ -377,17 +357,6 @@ def _budget(name: str, point: LoadPoint) -> Plot:
     return waterfall(name, f"A request's time with {point.load}", bars, total), f"{says}."
 
 
-def _contenders(result: BenchResult) -> Markup:
-    best = find_best_point(result.points, Slo())
-    held = [("own", best)] if best else []
-    held += [("other", other) for other in result.baselines]
-    bars = []
-    for kind, point in held:
-        rate = achieved(point)
-        bars.append(PlotBar(f"{point.contender}, {point.load}", rate, f"{rounded(rate)}/s", kind))
-    return compared("contenders", "Throughput of the pipeline and of the baselines", bars)
-
-
 def _resources(points: Sequence[LoadPoint]) -> dict[str, list[str]]:
     """Return CPU cores and memory of each process, at each point with measured resources."""
     columns = [_used(used) for point in points if (used := point.typical.resources)]
@@ -445,12 +414,11 @@ def as_csv(result: BenchResult) -> str:
     """
     points = [
         *(("pipeline", point) for point in result.points),
-        *(("baseline", point) for point in result.baselines),
         *(("rate search", point) for point in (result.rate.points if result.rate else ())),
     ]
     steps = dict.fromkeys(use.step for _, p in points for one in p.rounds for use in one.steps)
     columns = [
-        *("part", "contender", "load", "load_value", "burst", "round", "seconds", "requests"),
+        *("part", "load", "load_value", "burst", "round", "seconds", "requests"),
         *("throughput_per_s", *_LATENCIES),
         *("errors", "error_kinds", "is_stable"),
         *(_STREAMED if any(point.streamed for _, point in points) else ()),
@@ -463,7 +431,6 @@ def as_csv(result: BenchResult) -> str:
         for round_number, one in enumerate(point.rounds, 1):
             row = {
                 "part": part,
-                "contender": point.contender,
                 "load": point.load.kind,
                 "load_value": point.load.value,
                 "burst": point.load.burst,

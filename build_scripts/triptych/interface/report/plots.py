@@ -127,17 +127,8 @@ def histogram(
 def waterfall(name: str, title: str, bars: Sequence[PlotBar], total: str) -> Markup:
     """Return the parts of a sum as consecutive bars, and the sum with the text `total`."""
     values = [max(bar.value, 0.0) for bar in bars]
-    starts = [sum(values[:index]) for index in range(len(bars))]
-    return _bars(name, title, [*bars, PlotBar("mean", sum(values), total, "whole")], [*starts, 0.0])
-
-
-def compared(name: str, title: str, bars: Sequence[PlotBar]) -> Markup:
-    """Return bars that start at 0, for comparison."""
-    return _bars(name, title, bars, [0.0] * len(bars))
-
-
-def _bars(name: str, title: str, bars: Sequence[PlotBar], starts: Sequence[float]) -> Markup:
-    """Return horizontal bars, each from its start; a line joins consecutive bars."""
+    starts = [*(sum(values[:index]) for index in range(len(bars))), 0.0]
+    bars = [*bars, PlotBar("mean", sum(values), total, "whole")]
     longest = max((bar.value for bar in bars), default=0.0)
     if longest <= 0:
         return Markup()
@@ -154,7 +145,7 @@ def _bars(name: str, title: str, bars: Sequence[PlotBar], starts: Sequence[float
         width = max(scale(start + max(bar.value, 0.0)) - first, 1.5)
         if start:
             draw.line("grid", first, index * _ROW - 5, first, index * _ROW + 5)
-        strong = " strong" if bar.kind in ("whole", "own") else ""
+        strong = " strong" if bar.kind == "whole" else ""
         draw.label(_cut(bar.name), left - 8, middle + 4, "end", f"name{strong}")
         draw.box(f"bar {bar.kind}", first, middle - 7, width, 14, f"{bar.name}: {bar.text}")
         draw.label(bar.text, first + width + 6, middle + 4, "start", f"value{strong}")

@@ -221,7 +221,7 @@ class Search:
             score=median(theirs.score for _, theirs in rounds) if rounds else None,
             against=median(present.score for present, _ in rounds) if rounds else None,
             rounds=len(rounds),
-            points=tuple(collect_points(self._plan.spec.name, [theirs for _, theirs in rounds])),
+            points=tuple(collect_points([theirs for _, theirs in rounds])),
             seconds=0.0,
         )
 
@@ -230,14 +230,14 @@ def pair_scores(rounds: Sequence[tuple[ScoredRound, ScoredRound]]) -> list[tuple
     return [(present.score, other.score) for present, other in rounds]
 
 
-def collect_points(contender: str, rounds: Sequence[ScoredRound]) -> Iterator[LoadPoint]:
+def collect_points(rounds: Sequence[ScoredRound]) -> Iterator[LoadPoint]:
     """Yield the measurements of several rounds as points, ascending in clients."""
     by_clients: dict[int, list[Measurement]] = {}
     for one in rounds:
         for clients, measurement in one.by_clients.items():
             by_clients.setdefault(clients, []).append(measurement)
     for clients, found in sorted(by_clients.items()):
-        yield LoadPoint(contender, OfferedLoad("concurrency", float(clients)), tuple(found))
+        yield LoadPoint(OfferedLoad("concurrency", float(clients)), tuple(found))
 
 
 def _value_of(plan: Any, key: str) -> JsonValue:

@@ -253,7 +253,7 @@ class _Final:
         for scored in self.servers.scored(setting):
             missing = {n: one for n, one in scored.by_clients.items() if n not in measured}
             earlier.append(replace(scored, by_clients=missing))
-        return tuple(collect_points(server.target.pipeline, [*final, *earlier]))
+        return tuple(collect_points([*final, *earlier]))
 
     def _outcome(
         self,

@@ -1,4 +1,4 @@
-"""`triptych bench`: a served pipeline under its own traffic, at every load, with its baselines."""
+"""`triptych bench`: a served pipeline under its own traffic, at every load."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from triptych.client.connection import check_single
 from triptych.container.processor import find_processor
 from triptych.core.inputs import PipelineInputs
 from triptych.repository.manifest import EncoderManifest, build_id, find_manifest, find_settings
-from triptych.serving.bench.baseline_calls import OWN
-from triptych.serving.bench.baselines import ALL, Baselines
 from triptych.serving.bench.bottleneck import find_bottleneck
 from triptych.serving.bench.comparison import Price
 from triptych.serving.bench.measure import BenchTarget, measure
@@ -52,7 +50,7 @@ WARM_UP_ANSWERS = 3
 class Bench:
     """Options of a load test.
 
-    Each load and baseline is measured once per round, so that slow changes affect all equally.
+    Each load is measured once per round, so that slow changes affect all equally.
     """
 
     loads: tuple[OfferedLoad, ...] = tuple(
@@ -63,7 +61,6 @@ class Bench:
     budget_s: float = 600.0  # time budget; the first round always runs
     slo: AnySlo = field(default_factory=Slo)
     find_rate: bool = False  # whether to search the highest Poisson rate within the SLO
-    baselines: bool = False  # whether to measure baselines
     price: Price | None = None
     export: Path | None = None  # file for the requests with all options
 
@@ -96,30 +93,12 @@ def bench_pipeline(
     inputs = inputs.with_built_layout(repository)
     if url is None:
         check_built(repository, inputs.plan.spec.name)
-    core = repository / inputs.plan.step("core") / "1" / "model.onnx"
-    if bench.baselines and inputs.chain is not None:
-        raise UserError(
-            "--baselines",
-            "is not supported for several models, because no library runs them as one",
-            given=inputs.plan.spec.name,
-            remedy="Remove it, or measure a pipeline of one of the models",
-        )
-    known = ALL if inputs.plan.info.own is None else OWN
-    names = known if bench.baselines else ()
     subject = describe_target(
         inputs, repository, server=describe_server(url, inputs.plan.spec.core.backend)
     )
-    with Baselines(inputs, core, names=names, progress=progress) as baselines:
-        return bench_requests(
-            subject,
-            inputs.traffic,
-            repository,
-            bench,
-            progress,
-            url=url,
-            metrics_url=metrics_url,
-            baselines=baselines,
-        )
+    return bench_requests(
+        subject, inputs.traffic, repository, bench, progress, url=url, metrics_url=metrics_url
+    )
 
 
 def describe_server(url: str | None, backend: str = "") -> str:
@@ -141,7 +120,6 @@ def bench_requests(
     *,
     url: str | None = None,
     metrics_url: str | None = None,
-    baselines: Baselines | None = None,
 ) -> BenchResult:
     """Measure a pipeline of any kind.
 
@@ -153,7 +131,6 @@ def bench_requests(
         progress: Called at each measurement.
         url: gRPC address of a server; None starts one on `repository`.
         metrics_url: URL of the metrics page of the server at `url`.
-        baselines: Baselines to measure in the same rounds.
 
     Raises:
         UserError: See `bench_pipeline`.
@@ -168,7 +145,7 @@ def bench_requests(
         target = BenchTarget(
             endpoint.grpc_url, name, endpoint.metrics_url, endpoint.pid, streaming_slo
         )
-        points, others = _measure_points(target, requests, bench, baselines, progress)
+        points = _measure_points(target, requests, bench, progress)
         rate = None
         if bench.find_rate and bench.slo.limits_us:
             rate = find_highest_rate(
@@ -186,11 +163,9 @@ def bench_requests(
     return BenchResult(
         subject=replace(subject, build=build),
         points=points,
-        baselines=others,
         slo=bench.slo,
         rate=rate,
         cost=cost,
-        not_runnable={} if baselines is None else dict(baselines.not_runnable),
         load_s=endpoint.load_s,
     )
 
@@ -211,60 +186,36 @@ def sustained_rate(points: Sequence[LoadPoint], slo: AnySlo, rate: RateSearch | 
 
 
 def _measure_points(
-    target: BenchTarget,
-    requests: Sequence[Request],
-    bench: Bench,
-    baselines: Baselines | None,
-    progress: Progress,
-) -> tuple[tuple[LoadPoint, ...], tuple[LoadPoint, ...]]:
-    """Measure the points of the pipeline and of the baselines, once per round."""
-    turns: list[tuple[str, OfferedLoad]] = [(target.pipeline, load) for load in bench.loads]
-    if baselines is not None:
-        turns += [(name, baselines.load_of(name)) for name in baselines.names]
-    found: dict[tuple[str, OfferedLoad], list[Measurement]] = {turn: [] for turn in turns}
-    measurements = ((n, *turn) for n, order in _rounds(turns, bench) for turn in order)
-    total = bench.rounds * len(turns)
-    for number, contender, load in counted(measurements, "measurements", total):
-        if contender == target.pipeline:
-            earlier = found[contender, load]
-            seconds = bench.seconds
-            if earlier and target.streaming_slo is not None:  # the warm-up may have extended it
-                seconds = max(seconds, earlier[0].seconds)
-            warm = 0 if earlier else WARM_UP_ANSWERS if target.streaming_slo else WARM_UP_REQUESTS
-            one = measure(target, requests, load, seconds=seconds, warmup_requests=warm)
-        elif baselines is not None and contender in baselines.names:
-            try:
-                one = baselines.measure(contender, bench.seconds)
-            except UserError as error:  # the baseline ended and is now in `not_runnable`
-                progress("baseline", str(error))
-                continue
-        else:
-            continue
-        found[contender, load].append(one)
-        progress("load", f"round {number}/{bench.rounds}: {contender}, {load}: {one}")
-    points = [
-        LoadPoint(contender, load, tuple(rounds))
-        for (contender, load), rounds in found.items()
-        if rounds
-    ]
-    own = (point for point in points if point.contender == target.pipeline)
-    others = (point for point in points if point.contender != target.pipeline)
+    target: BenchTarget, requests: Sequence[Request], bench: Bench, progress: Progress
+) -> tuple[LoadPoint, ...]:
+    """Measure every load once per round."""
+    found: dict[OfferedLoad, list[Measurement]] = {load: [] for load in bench.loads}
+    measurements = ((number, load) for number, order in _rounds(bench) for load in order)
+    total = bench.rounds * len(bench.loads)
+    for number, load in counted(measurements, "measurements", total):
+        earlier = found[load]
+        seconds = bench.seconds
+        if earlier and target.streaming_slo is not None:  # the warm-up may have extended it
+            seconds = max(seconds, earlier[0].seconds)
+        warm = 0 if earlier else WARM_UP_ANSWERS if target.streaming_slo else WARM_UP_REQUESTS
+        one = measure(target, requests, load, seconds=seconds, warmup_requests=warm)
+        found[load].append(one)
+        progress("load", f"round {number}/{bench.rounds}: {load}: {one}")
+    points = (LoadPoint(load, tuple(rounds)) for load, rounds in found.items() if rounds)
     return tuple(
-        replace(point, bottleneck=find_bottleneck(point.typical, point.load)) for point in own
-    ), tuple(others)
+        replace(point, bottleneck=find_bottleneck(point.typical, point.load)) for point in points
+    )
 
 
-def _rounds(
-    turns: Sequence[tuple[str, OfferedLoad]], bench: Bench
-) -> Iterator[tuple[int, list[tuple[str, OfferedLoad]]]]:
-    """Yield numbered rounds in rotated orders until the time budget is used."""
+def _rounds(bench: Bench) -> Iterator[tuple[int, Sequence[OfferedLoad]]]:
+    """Yield numbered rounds of the loads in rotated orders until the time budget is used."""
     began = time.monotonic()
     for index in range(bench.rounds):
         gone = time.monotonic() - began
         if index and gone + gone / index > bench.budget_s:
             return
-        shift = index * len(turns) // bench.rounds
-        yield index + 1, [*turns[shift:], *turns[:shift]]
+        shift = index * len(bench.loads) // bench.rounds
+        yield index + 1, (*bench.loads[shift:], *bench.loads[:shift])
 
 
 def describe_target(

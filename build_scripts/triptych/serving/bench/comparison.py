@@ -48,9 +48,8 @@ class MetricChange:
 
 @dataclass(frozen=True)
 class ComparedPoint:
-    """A benchmark target at a load that both results contain."""
+    """A load that both results contain."""
 
-    contender: str
     load: OfferedLoad
     changes: tuple[MetricChange, ...]
 
@@ -81,38 +80,22 @@ def read_bench(path: Path) -> BenchResult:
 
 
 def compare_results(before: BenchResult, after: BenchResult) -> BenchComparison:
-    """Compare two results; both pipelines count as the same target, whatever their names."""
-    first, second = _contenders(before), _contenders(after)
-    both = [key for key in second if key in first]
-    name = after.subject.pipeline
+    """Compare two results, also of pipelines with different names."""
+    first, second = ({point.load: point for point in each.points} for each in (before, after))
+    both = [load for load in second if load in first]
     return BenchComparison(
         before=f"{before.subject.pipeline}, {before.subject.measured_at}",
-        after=f"{name}, {after.subject.measured_at}",
-        pairs=tuple(
-            ComparedPoint(key[0] or name, key[1], _changes(first[key], second[key])) for key in both
-        ),
+        after=f"{after.subject.pipeline}, {after.subject.measured_at}",
+        pairs=tuple(ComparedPoint(load, _changes(first[load], second[load])) for load in both),
         totals=_totals(before, after),
-        only_before=tuple(_named(key, before) for key in first if key not in second),
-        only_after=tuple(_named(key, after) for key in second if key not in first),
+        only_before=tuple(str(load) for load in first if load not in second),
+        only_after=tuple(str(load) for load in second if load not in first),
         differences=_differences(before, after),
         warnings=(
             *_warnings(before, after),
-            *_missing_evidence([(first[key], second[key]) for key in both]),
+            *_missing_evidence([(first[load], second[load]) for load in both]),
         ),
     )
-
-
-Key = tuple[str, OfferedLoad]
-
-
-def _contenders(result: BenchResult) -> dict[Key, LoadPoint]:
-    """Return points by target ("" for the pipeline) and load."""
-    own: dict[Key, LoadPoint] = {("", point.load): point for point in result.points}
-    return own | {(point.contender, point.load): point for point in result.baselines}
-
-
-def _named(key: Key, result: BenchResult) -> str:
-    return f"{key[0] or result.subject.pipeline}, {key[1]}"
 
 
 def _changes(before: LoadPoint, after: LoadPoint) -> tuple[MetricChange, ...]:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from triptych.base.errors import UserError
 from triptych.serving.bench import perf_analyzer
 from triptych.serving.bench.perf_output import (
     LoadResult,
@@ -162,10 +161,6 @@ def _run(
     seconds: float,
 ) -> LoadResult:
     is_streaming = target.streaming_slo is not None
-    if load.kind == "in_process":
-        raise UserError(
-            "load", "must be a load for a server", given=load, remedy="Use clients or a rate"
-        )
     is_closed = load.kind == "concurrency"
     return perf_analyzer.run(
         target.grpc_url,

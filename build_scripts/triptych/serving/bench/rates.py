@@ -211,7 +211,7 @@ class _RateTrials:
         for rate, rounds in sorted(self._rounds.items()):
             load = OfferedLoad("poisson", rate)
             bottleneck = find_bottleneck(rounds[-1], load)
-            yield LoadPoint(self.target.pipeline, load, tuple(rounds), bottleneck)
+            yield LoadPoint(load, tuple(rounds), bottleneck)
 
     def _length_s(self, rate: float) -> float:
         return max(self.seconds, MIN_REQUESTS / rate)

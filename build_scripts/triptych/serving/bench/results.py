@@ -22,7 +22,7 @@ from triptych.base.errors import UserError
 from triptych.base.formatting import amount, milliseconds, rounded
 from triptych.spec.slo import PERCENTILES, AnySlo, Slo
 
-Kind = Literal["concurrency", "poisson", "constant", "burst", "in_process"]
+Kind = Literal["concurrency", "poisson", "constant", "burst"]
 Result = TypeVar("Result")
 
 
@@ -32,8 +32,8 @@ class OfferedLoad:
 
     Attributes:
         kind: ``concurrency`` is a closed loop; ``poisson``, ``constant`` and ``burst`` are open
-            loops; ``in_process`` calls a library without a server.
-        value: Clients of a closed loop, mean requests per second of an open loop, or rows per call.
+            loops.
+        value: Clients of a closed loop, or mean requests per second of an open loop.
         burst: Requests sent at once, for the kind ``burst``.
     """
 
@@ -45,8 +45,6 @@ class OfferedLoad:
         """Return text such as ``32 clients``, ``100/s poisson`` or ``100/s in bursts of 8``."""
         if self.kind == "concurrency":
             return f"{self.value:g} client{'s' if self.value != 1 else ''}"
-        if self.kind == "in_process":
-            return f"{self.value:g} per call"
         how = f"in bursts of {self.burst}" if self.kind == "burst" else self.kind
         return f"{self.value:g}/s {how}"
 
@@ -255,12 +253,11 @@ def judge_ratio(ratio: Ratio | None) -> SloState:
 
 @dataclass(frozen=True)
 class LoadPoint:
-    """Measurements of a pipeline or baseline at one load, over all rounds."""
+    """Measurements of a pipeline at one load, over all rounds."""
 
-    contender: str  # name of the pipeline or of a baseline, such as `torch eager`
     load: OfferedLoad
     rounds: tuple[Measurement, ...]  # one or more measurements, in order
-    bottleneck: Bottleneck | None = None  # bottleneck of a served pipeline
+    bottleneck: Bottleneck | None = None
 
     def median(self, name: str) -> float:
         """Return the median of a field of `Measurement` over the rounds."""
@@ -384,12 +381,10 @@ class Subject:
 @dataclass(frozen=True)
 class BenchResult:
     subject: Subject
-    points: tuple[LoadPoint, ...]  # points of the pipeline, in the order of the loads
-    baselines: tuple[LoadPoint, ...] = ()  # baselines, measured in the same rounds
+    points: tuple[LoadPoint, ...]  # points in the order of the loads
     slo: AnySlo = field(default_factory=Slo)
     rate: RateSearch | None = None
     cost: Cost | None = None
-    not_runnable: dict[str, str] = field(default_factory=dict)  # baseline to the reason
     load_s: float | None = None  # time from the server's start to ready; None if it ran before
     schema: Literal["triptych-bench/1"] = "triptych-bench/1"
 
@@ -556,7 +551,7 @@ def collect_warnings(points: Sequence[LoadPoint]) -> list[str]:
     for point in points:
         for text in (text for one in point.rounds for text in one.warnings):
             kind = re.sub(r"\d+(\.\d+)?", "0", text)
-            found.setdefault(kind, []).append((text, f"{point.contender}, {point.load}"))
+            found.setdefault(kind, []).append((text, str(point.load)))
     merged = []
     for alike in found.values():
         where = "; ".join(dict.fromkeys(point for _, point in alike))
