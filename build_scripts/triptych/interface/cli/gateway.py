@@ -149,6 +149,31 @@ class GatewayOptions:
         return words + [f"--{name.replace('_', '-')}" for name in flags]
 
 
+@dataclass(frozen=True, kw_only=True)
+class LimitOptions:
+    """Limits of the requests to the gateway."""
+
+    timeout_s: Annotated[
+        float, typer.Option(min=0.001, help="Maximum time of a request, in seconds.")
+    ] = 60.0
+    max_body_mib: Annotated[
+        int, typer.Option(min=1, max=1024, help="Maximum number of MiB in the body of a request.")
+    ] = MAX_BODY_MIB
+    max_items: Annotated[int, typer.Option(min=1, help="Maximum number of texts in a request.")] = (
+        MAX_ITEMS
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListenOptions:
+    """Address of the gateway."""
+
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of HTTP; 0 picks a free port.")
+    ] = PORT
+
+
 @verb()
 def gateway(
     names: Annotated[
@@ -172,19 +197,8 @@ def gateway(
             "missing if NAME is given.",
         ),
     ] = REPOSITORY,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port of HTTP; 0 picks a free port.")
-    ] = PORT,
-    timeout_s: Annotated[
-        float, typer.Option(min=0.001, help="Maximum time of a request, in seconds.")
-    ] = 60.0,
-    max_body_mib: Annotated[
-        int, typer.Option(min=1, max=1024, help="Maximum number of MiB in the body of a request.")
-    ] = MAX_BODY_MIB,
-    max_items: Annotated[
-        int, typer.Option(min=1, help="Maximum number of texts in a request.")
-    ] = MAX_ITEMS,
+    listen: ListenOptions,
+    limits: LimitOptions,
     as_json: Json = False,
 ) -> None:
     """Serve the HTTP APIs of OpenAI, Cohere, Jina and TEI.
@@ -207,30 +221,30 @@ def gateway(
     from triptych.container.settings import read_trace
     from triptych.serving.ports import reserve_ports
 
-    options.check(host)
+    options.check(listen.host)
     trace = read_trace(os.environ)
     connection.apply()
     pipelines = Pipelines(
         names or (),
         parse_aliases(options.aliases or ()),
         repository if repository.is_dir() else None,
-        {"url": url, "timeout_s": timeout_s},
+        {"url": url, "timeout_s": limits.timeout_s},
     )
-    if port:  # else the gateway picks a free one
-        reserve_ports(host, {"--port": port})
+    if listen.port:  # else the gateway picks a free one
+        reserve_ports(listen.host, {"--port": listen.port})
     tls = None
     if options.tls_certificate is not None and options.tls_key is not None:
         tls = ServerTls(options.tls_certificate, options.tls_key, options.client_ca)
 
     def announce(port: int) -> None:
-        address = f"http{'s' if tls else ''}://{host}:{port}"
+        address = f"http{'s' if tls else ''}://{listen.host}:{port}"
         if as_json:
             print(json.dumps({"http": address, "pipelines": pipelines.names()}), flush=True)
         else:
             output.print(f"{address}/v1 is ready; stop with Ctrl-C", style="green", markup=False)
 
     shared = Shared(
-        limits=RequestLimits(body_bytes=max_body_mib * _MIB, items=max_items),
+        limits=RequestLimits(body_bytes=limits.max_body_mib * _MIB, items=limits.max_items),
         keys=None if options.keys is None else Keys(options.keys),
         log=_log_line if options.access_log else None,
         origins=options.cors or (),
@@ -238,7 +252,9 @@ def gateway(
         if trace is None or trace.collector is None
         else export_to(trace.collector, trace.rate),
     )
-    server = make_server(pipelines, shared, host=host, port=port, on_ready=announce, tls=tls)
+    server = make_server(
+        pipelines, shared, host=listen.host, port=listen.port, on_ready=announce, tls=tls
+    )
     with sigterm_as_interrupt():
         try:
             server.run()
@@ -250,25 +266,21 @@ def _log_line(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-@verb()
-def key(
-    action: Annotated[
-        Literal["new", "remove"],
-        typer.Argument(metavar="ACTION", help="Action: new adds a key, remove revokes one."),
-    ],
-    name: Annotated[str, typer.Argument(help="Name of the key.")],
-    keys: Annotated[Path, typer.Option(help="File of keys, with their hashes.")] = KEYS_FILE,
+@dataclass(frozen=True, kw_only=True)
+class KeyOptions:
+    """Rights and limits of a key."""
+
     pipelines: Annotated[
         list[str] | None,
         typer.Option(
             "--pipeline",
             help="Pipeline that the key may use; may be repeated. Default: all pipelines.",
         ),
-    ] = None,
+    ] = None
     max_requests: Annotated[
         float | None,
         typer.Option(min=0.001, help="Maximum number of requests per second. Default: no limit."),
-    ] = None,
+    ] = None
     max_items: Annotated[
         float | None,
         typer.Option(
@@ -276,7 +288,7 @@ def key(
             help="Maximum number of texts, pairs, images and answers per second. "
             "Default: no limit.",
         ),
-    ] = None,
+    ] = None
     max_tokens: Annotated[
         float | None,
         typer.Option(
@@ -284,7 +296,7 @@ def key(
             help="Maximum number of tokens per second in the gateway, of prompts and answers. "
             "Default: no limit.",
         ),
-    ] = None,
+    ] = None
     priority: Annotated[
         int | None,
         typer.Option(
@@ -292,7 +304,19 @@ def key(
             help="Priority level of the key's requests in the gateway, 1 for the first. Pipelines "
             "without levels ignore it. Default: that of the pipeline.",
         ),
-    ] = None,
+    ] = None
+
+
+@verb()
+def key(
+    action: Annotated[
+        Literal["new", "remove"],
+        typer.Argument(metavar="ACTION", help="Action: new adds a key, remove revokes one."),
+    ],
+    name: Annotated[str, typer.Argument(help="Name of the key.")],
+    *,
+    keys: Annotated[Path, typer.Option(help="File of keys, with their hashes.")] = KEYS_FILE,
+    rights: KeyOptions,
     as_json: Json = False,
 ) -> None:
     """Add an API key of the gateway, or revoke one.
@@ -315,11 +339,11 @@ def key(
     if action == "new":
         entries[name] = KeyEntry(
             sha256=digest,
-            pipelines=pipelines,
-            requests_per_s=max_requests,
-            items_per_s=max_items,
-            tokens_per_s=max_tokens,
-            priority=priority,
+            pipelines=rights.pipelines,
+            requests_per_s=rights.max_requests,
+            items_per_s=rights.max_items,
+            tokens_per_s=rights.max_tokens,
+            priority=rights.priority,
         )
     else:
         del entries[name]

@@ -7,10 +7,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -33,79 +33,24 @@ if TYPE_CHECKING:
     from triptych.client.bulk.run import BulkProgress
 
 
-@verb()
-def infer(
-    name: Name,
-    *,
+@dataclass(frozen=True, kw_only=True)
+class RowOptions:
+    """Rows to send."""
+
     text: Annotated[
         list[str] | None,
         typer.Option("--text", "-t", help="Text to send; may be repeated. Default: no text."),
-    ] = None,
+    ] = None
     text_pair: Annotated[
         list[str] | None,
         typer.Option(
             help="Second text of a pair, such as a context; may be repeated. Default: none."
         ),
-    ] = None,
+    ] = None
     image: Annotated[
         list[Path] | None,
         typer.Option(help="Image file to send; may be repeated. Default: no image."),
-    ] = None,
-    file: Annotated[
-        Path | None,
-        typer.Option(
-            "--file",
-            "-f",
-            help="File of rows: .csv, .tsv, .parquet, .jsonl, or one text per line; - is standard "
-            "input. Default: none.",
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            help="File for the rows of --file with their answers, in the format of its extension: "
-            ".csv, .tsv, .jsonl, .parquet, or .npy for vectors alone; required for .csv, .tsv and "
-            ".parquet. Default: print the answers.",
-        ),
-    ] = None,
-    file_format: Annotated[
-        Literal["csv", "tsv", "jsonl", "parquet", "text"] | None,
-        typer.Option("--format", help="Format of --file. Default: that of its extension, or text."),
-    ] = None,
-    encoding: Annotated[
-        str, typer.Option(help="Encoding of the text in --file, such as latin-1 or utf-16.")
-    ] = "utf-8",
-    text_column: Annotated[
-        str | None, typer.Option(help="Column of the texts in --file. Default: text.")
-    ] = None,
-    text_pair_column: Annotated[
-        str | None, typer.Option(help="Column of the second texts in --file. Default: text_pair.")
-    ] = None,
-    image_column: Annotated[
-        str | None,
-        typer.Option(help="Column of images in --file, as paths or bytes. Default: image."),
-    ] = None,
-    parameter_columns: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--parameter-column",
-            metavar="KEY=COLUMN",
-            help="Request parameter whose value for each row is a column of --file; may be "
-            "repeated. Default: no column.",
-        ),
-    ] = None,
-    empty: Annotated[
-        Literal["send", "skip", "refuse"],
-        typer.Option(
-            help="Treatment of rows of --file with an empty input: they are sent, stay without an "
-            "answer, or get an error."
-        ),
-    ] = "send",
-    json_cells: Annotated[
-        bool, typer.Option("--json-cells", help="Write vectors into .csv and .tsv, as JSON.")
-    ] = False,
+    ] = None
     values: Annotated[
         list[str] | None,
         typer.Option(
@@ -115,19 +60,107 @@ def infer(
             help="Value of an input of one row, for task: model; a path for the type bytes; may be "
             "repeated. Default: no input.",
         ),
-    ] = None,
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileOptions:
+    """File of rows to send, and file for their answers."""
+
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--file",
+            "-f",
+            help="File of rows: .csv, .tsv, .parquet, .jsonl, or one text per line; - is standard "
+            "input. Default: none.",
+        ),
+    ] = None
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="File for the rows of --file with their answers, in the format of its extension: "
+            ".csv, .tsv, .jsonl, .parquet, or .npy for vectors alone; required for .csv, .tsv and "
+            ".parquet. Default: print the answers.",
+        ),
+    ] = None
+    file_format: Annotated[
+        Literal["csv", "tsv", "jsonl", "parquet", "text"] | None,
+        typer.Option("--format", help="Format of --file. Default: that of its extension, or text."),
+    ] = None
+    encoding: Annotated[
+        str, typer.Option(help="Encoding of the text in --file, such as latin-1 or utf-16.")
+    ] = "utf-8"
+    text_column: Annotated[
+        str | None, typer.Option(help="Column of the texts in --file. Default: text.")
+    ] = None
+    text_pair_column: Annotated[
+        str | None, typer.Option(help="Column of the second texts in --file. Default: text_pair.")
+    ] = None
+    image_column: Annotated[
+        str | None,
+        typer.Option(help="Column of images in --file, as paths or bytes. Default: image."),
+    ] = None
+    parameter_columns: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--parameter-column",
+            metavar="KEY=COLUMN",
+            help="Request parameter whose value for each row is a column of --file; may be "
+            "repeated. Default: no column.",
+        ),
+    ] = None
+    empty: Annotated[
+        Literal["send", "skip", "refuse"],
+        typer.Option(
+            help="Treatment of rows of --file with an empty input: they are sent, stay without an "
+            "answer, or get an error."
+        ),
+    ] = "send"
+    json_cells: Annotated[
+        bool, typer.Option("--json-cells", help="Write vectors into .csv and .tsv, as JSON.")
+    ] = False
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Columns of the file whose names are given, by input."""
+        columns = {
+            "text": self.text_column,
+            "text_pair": self.text_pair_column,
+            "image": self.image_column,
+        }
+        return {name: column for name, column in columns.items() if column is not None}
+
+    @property
+    def suffix(self) -> str | None:
+        """Extension of the given format of the file."""
+        return None if self.file_format is None else f".{self.file_format}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions:
+    """Prompt to generate text for."""
+
     chat: Annotated[
         str | None,
         typer.Option(help="Message of a user; the answer is streamed. Default: no message."),
-    ] = None,
+    ] = None
     prompt: Annotated[
         str | None,
         typer.Option(help="Prompt to continue; the answer is streamed. Default: no prompt."),
-    ] = None,
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOptions:
+    """Server and options of every request."""
+
     url: Annotated[
         str,
         typer.Option(help="gRPC address, several IP addresses with commas, or dns:///NAME:PORT."),
-    ] = "127.0.0.1:8001",
+    ] = "127.0.0.1:8001"
     parameters: Annotated[
         list[str] | None,
         typer.Option(
@@ -136,13 +169,29 @@ def infer(
             metavar="KEY=VALUE",
             help="Request parameter; may be repeated. Default: the pipeline's parameters.",
         ),
-    ] = None,
+    ] = None
     timeout_s: Annotated[
         float | None,
         typer.Option(
             help="Request timeout in seconds. Default: 30, or 600 to generate text for a file."
         ),
-    ] = None,
+    ] = None
+
+    @property
+    def limit_s(self) -> float:
+        """Timeout of a request that does not belong to a file, in seconds."""
+        from triptych.client.rows import TIMEOUT_S
+
+        return TIMEOUT_S if self.timeout_s is None else self.timeout_s
+
+
+@verb()
+def infer(
+    name: Name,
+    rows: RowOptions,
+    table: FileOptions,
+    prompt: PromptOptions,
+    request: RequestOptions,
     connection: ConnectionOptions,
     as_json: Json = False,
 ) -> None:
@@ -152,8 +201,72 @@ def infer(
     the pairs Q, A and Q, B. The options --chat and --prompt exclude each other and all other
     inputs. With --out, an interrupted run continues when the command is repeated.
     """
+    connection.apply()
+    if prompt.chat is not None or prompt.prompt is not None:
+        is_both = prompt.chat is not None and prompt.prompt is not None
+        if is_both or rows != RowOptions() or table != FileOptions():
+            raise UserError(
+                "--chat, --prompt",
+                "cannot be combined with each other or with other inputs",
+                given="several inputs",
+                remedy="Keep one of them and remove the other inputs",
+            )
+        _generate(name, prompt, request, as_json=as_json)
+    elif table.out is not None:
+        _infer_file(name, rows, table, table.out, request, as_json=as_json)
+    else:
+        _infer_rows(name, rows, table, request, as_json=as_json)
+
+
+def _infer_file(
+    name: str,
+    rows: RowOptions,
+    table: FileOptions,
+    out: Path,
+    request: RequestOptions,
+    *,
+    as_json: bool,
+) -> None:
+    """Send the rows of a file, and write them with their answers."""
+    from triptych.client.bulk.jobs import BulkOptions
+    from triptych.client.bulk.run import run
+    from triptych.client.rows import read_constants
+
+    if table.file is None:
+        raise UserError(
+            "--out", "is only supported with --file", given=out, remedy="Add --file FILE"
+        )
+    constants = read_constants(rows.text or (), rows.text_pair or (), rows.image or ())
+    with _spooled(table.file) as source, _continued(out), show_progress("infer", "sending") as show:
+        options = BulkOptions(
+            name,
+            source,
+            out,
+            request.url,
+            table.columns,
+            constants,
+            request.parameters or (),
+            request.timeout_s,
+            parameter_columns=_parse_columns(table.parameter_columns or ()),
+            empty=table.empty,
+            encoding=table.encoding,
+            suffix=table.suffix,
+            json_cells=table.json_cells,
+        )
+        done = run(
+            options,
+            lambda now: show(
+                Count(now.done, now.rows, "rows", now.rows_per_s, f", {now.failed:,} failed")
+            ),
+        )
+    _print_run(done, out, as_json)
+
+
+def _infer_rows(
+    name: str, rows: RowOptions, table: FileOptions, request: RequestOptions, *, as_json: bool
+) -> None:
+    """Send rows and print their answers."""
     from triptych.client.rows import (
-        TIMEOUT_S,
         describe_answer,
         find_row_types,
         parse_parameters,
@@ -161,104 +274,48 @@ def infer(
         send_rows,
     )
 
-    connection.apply()
-    if chat is not None or prompt is not None:
-        others = (text, text_pair, image, file, out, text_column, text_pair_column, image_column)
-        given = (chat is None) + (prompt is None)
-        if given == 0 or any(other is not None for other in others):
-            raise UserError(
-                "--chat, --prompt",
-                "cannot be combined with each other or with other inputs",
-                given="several inputs",
-                remedy="Keep one of them and remove the other inputs",
-            )
-        limit_s = TIMEOUT_S if timeout_s is None else timeout_s
-        _generate(name, url, chat, prompt, parameters or (), limit_s, as_json=as_json)
-        return
-    columns = {"text": text_column, "text_pair": text_pair_column, "image": image_column}
-    named = {name: column for name, column in columns.items() if column is not None}
-    suffix = None if file_format is None else f".{file_format}"
-    if out is not None:
-        from triptych.client.bulk.jobs import BulkOptions
-        from triptych.client.bulk.run import run
-        from triptych.client.rows import read_constants
-
-        if file is None:
-            raise UserError(
-                "--out", "is only supported with --file", given=out, remedy="Add --file FILE"
-            )
-        constants = read_constants(text or (), text_pair or (), image or ())
-        with _spooled(file) as source, _continued(out), show_progress("infer", "sending") as show:
-            options = BulkOptions(
-                name,
-                source,
-                out,
-                url,
-                named,
-                constants,
-                parameters or (),
-                timeout_s,
-                parameter_columns=_parse_columns(parameter_columns or ()),
-                empty=empty,
-                encoding=encoding,
-                suffix=suffix,
-                json_cells=json_cells,
-            )
-            done = run(
-                options,
-                lambda now: show(
-                    Count(now.done, now.rows, "rows", now.rows_per_s, f", {now.failed:,} failed")
-                ),
-            )
-        _print_run(done, out, as_json)
-        return
-    if named or parameter_columns or empty != "send" or json_cells:
+    if table.columns or table.parameter_columns or table.empty != "send" or table.json_cells:
         raise UserError(
             "--out",
             "is required with options about columns and cells",
             remedy="Add --out FILE",
         )
-    limit_s = TIMEOUT_S if timeout_s is None else timeout_s
-    types = find_row_types(name, url, limit_s) if values or file is not None else {}
-    with _spooled(file) as source:
-        rows = read_input_rows(
-            text or (),
-            text_pair or (),
-            image or (),
+    has_types = rows.values or table.file is not None
+    types = find_row_types(name, request.url, request.limit_s) if has_types else {}
+    with nullcontext() if table.file is None else _spooled(table.file) as source:
+        read = read_input_rows(
+            rows.text or (),
+            rows.text_pair or (),
+            rows.image or (),
             source,
-            values=values or (),
+            values=rows.values or (),
             types=types,
-            encoding=encoding,
-            suffix=suffix,
+            encoding=table.encoding,
+            suffix=table.suffix,
         )
-    parsed = parse_parameters(parameters or ())
-    answers = send_rows(name, rows, url=url, parameters=parsed, timeout_s=limit_s)
+    parameters = parse_parameters(request.parameters or ())
+    answers = send_rows(
+        name, read, url=request.url, parameters=parameters, timeout_s=request.limit_s
+    )
     if as_json:
         print_json(answers)
         return
-    for row, answer in zip(rows, answers, strict=True):
+    for row, answer in zip(read, answers, strict=True):
         output.print(f"{row.shown!r:.70}", style="bold", markup=False)
         for line in describe_answer(answer):
             output.print(f"  {line}", markup=False)
 
 
-def _generate(
-    name: str,
-    url: str,
-    chat: str | None,
-    prompt: str | None,
-    parameters: Sequence[str],
-    timeout_s: float,
-    *,
-    as_json: bool,
-) -> None:
+def _generate(name: str, prompt: PromptOptions, request: RequestOptions, *, as_json: bool) -> None:
     """Print an answer while it is streamed, then token counts and times."""
     from triptych.client.generation import Completion
     from triptych.client.rows import parse_sampling, stream_answer
 
     began, first_s, last_s, chunks = time.monotonic(), 0.0, 0.0, []
-    sampling = parse_sampling(parameters)
-    for chunk in stream_answer(name, url, chat, prompt, sampling, timeout_s):
+    sampling = parse_sampling(request.parameters or ())
+    for chunk in stream_answer(
+        name, request.url, prompt.chat, prompt.prompt, sampling, request.limit_s
+    ):
         last_s = time.monotonic() - began
         first_s = first_s or last_s
         chunks.append(chunk)
@@ -295,11 +352,11 @@ def _parse_columns(pairs: Sequence[str]) -> dict[str, str]:
 
 
 @contextmanager
-def _spooled(file: Path | None) -> Iterator[Any]:
+def _spooled(file: Path) -> Iterator[Path]:
     """Yield the file of rows; standard input as a copy, since it is read twice."""
     from triptych.client.bulk.jobs import SPOOLED
 
-    if file is None or str(file) != "-":
+    if str(file) != "-":
         yield file
         return
     with tempfile.TemporaryDirectory(prefix=SPOOLED) as folder:
