@@ -23,7 +23,6 @@ from gate_cases import (
     Case,
     answer,
     make,
-    requests_of,
     task_of,
 )
 from triptych.base.tensors import TokenRow
@@ -48,7 +47,6 @@ from triptych.tasks.catalog import TASKS
 from triptych.tasks.task import Returns
 
 LIMITS = {"max_difference": 1e-5, "batch_sensitivity": 1e-5}
-EXACT: Any = {"metrics": CORE_METRICS, "precision": "fp32", "batch_size": 3}
 PER_TOKEN: tuple[Returns, ...] = ("token_choices", "token_scores", "spans")
 
 
@@ -289,18 +287,19 @@ def test_an_artifact_that_gives_other_rows_or_does_not_run_fails() -> None:
     }
     for words, run in runs.items():
         assert words in case.check(run).failures[0]
-    result = check(case.right, [], [], case.core, LIMITS, **EXACT)
+    empty = replace(case.gate_case(LIMITS), requests=[], expected=[])
+    result = check(case.right, empty, "fp32", CORE_METRICS)
     assert result.failures == ("there are no rows to compare",)
     with pytest.raises(ValueError, match="10 core rows"):
-        check(case.right, requests_of(SAMPLES), [], case.core, LIMITS, **EXACT)
+        check(case.right, replace(case.gate_case(LIMITS), expected=[]), "fp32", CORE_METRICS)
 
 
-def judged(case: Case, wrong: Case, limits: Any, precision: str, *, edges: int = 1) -> GateResult:
+def judged(
+    case: Case, wrong: Case, limits: Any, precision: Precision, *, edges: int = 1
+) -> GateResult:
     """The verdict on `wrong`, whose first rows are made up."""
-    settings: Any = {"metrics": metrics_of(task_of(case.core.returns)), "batch_size": 4}
-    settings["precision"] = precision
-    requests = requests_of(SAMPLES, edges=edges)
-    return check(wrong.right, requests, case.expected, case.core, limits, **settings)
+    metrics = metrics_of(task_of(case.core.returns))
+    return check(wrong.right, case.gate_case(limits, edges=edges), precision, metrics)
 
 
 def test_made_up_rows_count_for_the_core_but_not_for_shares_and_means() -> None:
@@ -348,9 +347,8 @@ def test_a_long_row_bounds_its_batch_and_still_has_a_neighbor() -> None:
         batches.append(sum(len(row[0]) for row in batch))
         return [answer(case.core, case.expected[0]) for _ in batch]
 
-    expected = [case.expected[0]] * len(rows)
-    settings = {**EXACT, "batch_size": 32}
-    assert check(run, requests_of(rows), expected, case.core, {}, **settings).passed
+    long_case = Case(case.core, [case.expected[0]] * len(rows)).gate_case({}, rows)
+    assert check(run, replace(long_case, batch_size=32), "fp32", CORE_METRICS).passed
     assert BATCH_TOKENS < max(batches) < 2 * BATCH_TOKENS
 
 
@@ -435,9 +433,7 @@ def judge(
     case: Case, run: Callable[[Sequence[Sample]], list[RowOutputs]]
 ) -> tuple[ProbeResult, tuple[str, ...]]:
     limits = probe_limits(task_of(case.core.returns), "int8", {})
-    return judge_probe(
-        run, requests_of(SAMPLES), case.expected, case.core, limits, batch_size=4, decoding=None
-    )
+    return judge_probe(run, case.gate_case(limits))
 
 
 @pytest.mark.parametrize("returns", EVERY)

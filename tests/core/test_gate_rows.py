@@ -23,7 +23,7 @@ from triptych.base.tensors import TokenRow
 from triptych.core import gate_rows
 from triptych.core.export.to_onnx import export_model
 from triptych.core.gate.cached import Gate, decoding_of
-from triptych.core.gate.check import OUTSIDE, check
+from triptych.core.gate.check import OUTSIDE, GateCase, check
 from triptych.core.gate.reference import reference_of
 from triptych.core.gate.runs import open_core
 from triptych.core.gate_rows import GATE_ROWS, probe_texts, split_traffic
@@ -337,11 +337,18 @@ def test_a_broken_graph_is_caught(minilm_repository: Path, tmp_path: Path) -> No
     requests = (*edges, *[r for r in inputs.requests if not r.edge][::16])
     inputs = replace(inputs, requests=requests)
     plan, expected = inputs.plan, reference_of(inputs, rows_of(requests), quiet)
-    settings: Any = {"metrics": metrics_of(plan.task), "precision": "fp32", "batch_size": 16}
-    settings["decoding"] = decoding_of(inputs)
+    metrics = metrics_of(plan.task)
     fp32, int8 = (thresholds(plan.task, precision, {}) for precision in ("fp32", "int8"))
     file = minilm_repository / "minilm_packed_core/1/model.onnx"
-    right = check(open_core(file, plan), requests, expected, plan.core, fp32, **settings)
+    case = GateCase(
+        requests=requests,
+        expected=expected,
+        core=plan.core,
+        limits=fp32,
+        batch_size=16,
+        decoding=decoding_of(inputs),
+    )
+    right = check(open_core(file, plan), case, "fp32", metrics)
     assert right.passed, right.failures
     for breaks, grave in (
         (scale_a_layer, False),
@@ -352,7 +359,7 @@ def test_a_broken_graph_is_caught(minilm_repository: Path, tmp_path: Path) -> No
         breaks(model.graph)
         onnx.save(model, tmp_path / "model.onnx")
         run = open_core(tmp_path / "model.onnx", plan)
-        result = check(run, requests, expected, plan.core, fp32, **settings)
+        result = check(run, case, "fp32", metrics)
         assert not result.passed, breaks
         values = {verdict.metric: verdict.value for verdict in result.verdicts}
         missed = [name for name in int8 if not METRICS[name].meets(values[name], int8[name])]

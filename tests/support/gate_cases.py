@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.base.tensors import Tensor, TokenRow
-from triptych.core.gate.check import check
+from triptych.core.gate.check import GateCase, check
 from triptych.core.gate.runs import RowOutputs, RunBatch
 from triptych.core.requests import Expected, GateRequest, Sample
 from triptych.repository.records import GateResult
@@ -108,14 +108,17 @@ class Case:
         task = task_of(self.core.returns)
         if limits is None:
             limits = thresholds(task, "fp32", {})
-        return check(
-            run,
-            requests_of(SAMPLES),
-            self.expected,
-            self.core,
-            limits,
-            metrics=metrics_of(task),
-            precision="fp32",
+        return check(run, self.gate_case(limits), "fp32", metrics_of(task))
+
+    def gate_case(
+        self, limits: Mapping[str, float], samples: Sequence[Sample] = SAMPLES, *, edges: int = 0
+    ) -> GateCase:
+        """The case as the gate takes it."""
+        return GateCase(
+            requests=requests_of(samples, edges=edges),
+            expected=self.expected,
+            core=self.core,
+            limits=limits,
             batch_size=4,
         )
 

@@ -26,7 +26,7 @@ from triptych.base.tensors import (
     Tensor,
     TokenRow,
 )
-from triptych.core.gate.check import check
+from triptych.core.gate.check import GateCase, check
 from triptych.core.gate.runs import (
     RowOutputs,
     RunBatch,
@@ -95,16 +95,14 @@ def check_engine(
         engine = _dealt(engine, tensors, most)
     closeness = "fp16" if tf32 and precision == "fp32" else precision
     metrics = _metrics_of(core)
-    return check(
-        engine,
-        [_request(index, row) for index, row in enumerate(rows)],
-        _expected([wanted[index] for index in range(len(rows))], core),
-        core,
-        default_limits(metrics, closeness),
-        metrics=metrics,
-        precision=cast(Precision, precision),
+    case = GateCase(
+        requests=[_request(index, row) for index, row in enumerate(rows)],
+        expected=_expected([wanted[index] for index in range(len(rows))], core),
+        core=core,
+        limits=default_limits(metrics, closeness),
         batch_size=batch_size,
     )
+    return check(engine, case, cast(Precision, precision), metrics)
 
 
 def _metrics_of(core: Core) -> tuple[str, ...]:

@@ -12,7 +12,13 @@ from typing import Any
 from triptych.base.cache import cached_stage, code_hash, key_of, sha256_of, versions_of
 from triptych.base.errors import Progress
 from triptych.container.processor import find_instruction_sets
-from triptych.core.gate.check import GateLabels, check, describe_probe, judge_probe
+from triptych.core.gate.check import (
+    GateCase,
+    GateLabels,
+    check,
+    describe_probe,
+    judge_probe,
+)
 from triptych.core.gate.own_reference import REFERENCE_FILE, find_reference
 from triptych.core.gate.reference import check_tokens, measure_rounding, reference_of
 from triptych.core.gate.runs import Decoding, open_core
@@ -175,37 +181,34 @@ class Gate:
                 expected=reference(rows_of(inputs.labeled.requests)),
                 max_drop=plan.spec.accuracy.max_drop,
             )
-        expected = reference(rows_of(inputs.requests))
-        rounding = measure_rounding(inputs, expected, self._progress)
+        case = GateCase(
+            requests=inputs.requests,
+            expected=reference(rows_of(inputs.requests)),
+            core=plan.core,
+            limits=self._limits,
+            batch_size=plan.max_batch_size,
+            decoding=decoding_of(inputs) if task.decodes_answers else None,
+        )
+        rounding = measure_rounding(inputs, case.expected, self._progress)
         limits = above_rounding(self._limits, rounding, overrides_of(inputs))
-        notes = _notes(inputs, self.precision, rounding, self._limits, limits)
-        decoding = decoding_of(inputs) if task.decodes_answers else None
         run = open_core(artifact, plan, self._served_in)
         result = check(
             run,
-            inputs.requests,
-            expected,
-            plan.core,
-            limits,
-            metrics=metrics_of(task),
-            precision=self.precision,
-            batch_size=plan.max_batch_size,
-            decoding=decoding,
+            replace(case, limits=limits),
+            self.precision,
+            metrics_of(task),
             labeled=labeled,
-            notes=(*inputs.labeled.notes, *notes),
+            notes=(
+                *inputs.labeled.notes,
+                *_notes(inputs, self.precision, rounding, self._limits, limits),
+            ),
         )
         result = replace(result, rounding=rounding)
         if not self._probe_limits:
             return result
-        probe, failures = judge_probe(
-            run,
-            inputs.probe,
-            reference(rows_of(inputs.probe)),
-            plan.core,
-            self._probe_limits,
-            batch_size=plan.max_batch_size,
-            decoding=decoding,
-        )
+        expected = reference(rows_of(inputs.probe))
+        probed = replace(case, requests=inputs.probe, expected=expected, limits=self._probe_limits)
+        probe, failures = judge_probe(run, probed)
         return replace(result, probe=probe, failures=(*result.failures, *failures))
 
     def _told(self, result: GateResult, suffix: str) -> GateResult:

@@ -41,6 +41,7 @@ from triptych.core.requests import (
     MIN_RECOMMENDED_ROWS,
     Expected,
     GateRequest,
+    Sample,
     by_request,
     rows_of,
     shorten,
@@ -175,17 +176,38 @@ class GateLabels:
     max_drop: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class GateCase:
+    """Rows of a gate with their right results, and how an artifact is held against these.
+
+    Attributes:
+        requests: Requests of the gate.
+        expected: Outputs of the reference for each core row, in the order of the requests' rows.
+        core: Core whose outputs the artifact returns.
+        limits: Worst allowed value of each metric, see `tasks.accuracy`.
+        batch_size: Maximum number of rows in a batch.
+        decoding: Decoder of core outputs; None to check the core outputs alone.
+    """
+
+    requests: Sequence[GateRequest]
+    expected: Sequence[Expected]
+    core: Core
+    limits: Mapping[str, float]
+    batch_size: int
+    decoding: Decoding | None = None
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Core rows of all requests."""
+        return rows_of(self.requests)
+
+
 def check(
     run: RunBatch,
-    requests: Sequence[GateRequest],
-    expected: Sequence[Expected],
-    core: Core,
-    limits: Mapping[str, float],
-    *,
-    metrics: Sequence[str],
+    case: GateCase,
     precision: Precision,
-    batch_size: int,
-    decoding: Decoding | None = None,
+    metrics: Sequence[str],
+    *,
     labeled: GateLabels | None = None,
     notes: Sequence[str] = (),
 ) -> GateResult:
@@ -193,24 +215,19 @@ def check(
 
     Args:
         run: Runs a batch on the artifact.
-        requests: Requests, edge cases first. All rows also run in reverse order and by length, some
-            also alone.
-        expected: Outputs of the reference for each core row, in the order of the requests' rows.
-        core: Core whose outputs the artifact returns.
-        limits: Worst allowed value of each metric, see `tasks.accuracy.thresholds`.
-        metrics: Names of the metrics to report, from `tasks.accuracy.METRICS`.
+        case: Rows of the gate, edge cases first. All rows also run in reverse order and by length,
+            some also alone.
         precision: Precision of the artifact.
-        batch_size: Maximum number of rows in a batch.
-        decoding: Decoder of core outputs; None to check the core outputs alone.
+        metrics: Names of the metrics to report, from `tasks.accuracy.METRICS`.
         labeled: Labeled rows of the user.
         notes: Further notes for the result.
 
     Raises:
         ValueError: The number of expected results differs from the number of core rows.
     """
-    samples = rows_of(requests)
-    if len(samples) != len(expected):
-        raise ValueError(f"{len(samples)} core rows, but {len(expected)} expected results")
+    requests, samples, limits = case.requests, case.samples, case.limits
+    if len(samples) != len(case.expected):
+        raise ValueError(f"{len(samples)} core rows, but {len(case.expected)} expected results")
     edges = sum(request.edge for request in requests)
     traffic = len(requests) - edges
     if traffic < MIN_RECOMMENDED_ROWS:
@@ -219,10 +236,12 @@ def check(
             f"only {traffic} rows of traffic decide: {MIN_RECOMMENDED_ROWS} or more are better",
         ]
     first = sum(len(request.rows) for request in requests if request.edge)
-    alone = range(min(len(samples), first + ALONE_BATCHES * batch_size))
+    alone = range(min(len(samples), first + ALONE_BATCHES * case.batch_size))
     try:
-        runs = run_ways(run, samples, expected, core, batch_size=batch_size, alone=alone)
-        labeled_rows = [] if labeled is None else _run_labeled(run, labeled, core, batch_size)
+        runs = run_ways(
+            run, samples, case.expected, case.core, batch_size=case.batch_size, alone=alone
+        )
+        labeled_rows = [] if labeled is None else _run_labeled(run, labeled, case)
     except Incomparable as fault:
         verdicts = judge_metrics({}, limits, complete=False)
         return GateResult(
@@ -233,16 +252,16 @@ def check(
     batched = runs.pop(IN_BATCHES)
     # Differences of infinities are NaN, which fails like any other excess.
     with np.errstate(invalid="ignore", over="ignore"):
-        measured = measure(batched, list(runs.values()), expected, core)
+        measured = measure(batched, list(runs.values()), case.expected, case.core)
     outputs = [batched[index] for index in range(len(samples))]
-    compared = compare_answers(requests, outputs, expected, core, decoding if finite else None)
-    values = {**_core_values(requests, outputs, expected, measured, core), **compared.values}
+    compared = _compare_answers(case, outputs, is_decodable=finite)
+    values = {**_core_values(case, outputs, measured), **compared.values}
     values = {name: values[name] for name in metrics if name in values}
-    complete = decoding is None or finite
+    complete = case.decoding is None or finite
     verdicts = judge_metrics(values, limits, complete=complete)
     truth = None
-    if labeled is not None and decoding is not None and finite:
-        truth = _compare_labeled(labeled, labeled_rows, core, decoding)
+    if labeled is not None and case.decoding is not None and finite:
+        truth = _compare_labeled(labeled, labeled_rows, case.core, case.decoding)
     failures = [*failure_messages(verdicts, _said(measured, limits))]
     failures += [] if finite else [NOT_FINITE]
     failures += [truth.failure] if truth is not None and truth.failure else []
@@ -273,23 +292,20 @@ class Compared:
     got: Sequence[Decoded]
 
 
-def compare_answers(
-    requests: Sequence[GateRequest],
-    outputs: Sequence[RowOutputs],
-    expected: Sequence[Expected],
-    core: Core,
-    decoding: Decoding | None,
+def _compare_answers(
+    case: GateCase, outputs: Sequence[RowOutputs], *, is_decodable: bool
 ) -> Compared:
     """Decode the answers to all requests and compare those of the traffic."""
-    right = reference_row_outputs(core, expected, like=outputs)
+    requests, core = case.requests, case.core
+    right = reference_row_outputs(core, case.expected, like=outputs)
     badness = [0.0] * len(requests)
-    if decoding is None:
+    if case.decoding is None or not is_decodable:
         firsts = [[rows[0] for rows in by_request(requests, each)] for each in (right, outputs)]
         return Compared({}, badness, *firsts)
-    got = decode(decoding, requests, outputs)
-    wanted = decode_reference(decoding, requests, right)
+    got = decode(case.decoding, requests, outputs)
+    wanted = decode_reference(case.decoding, requests, right)
     kept = [index for index, request in enumerate(requests) if not request.edge]
-    comparison = decoding.task.compare(
+    comparison = case.decoding.task.compare(
         [got[index] for index in kept],
         [wanted[index] for index in kept],
         [requests[index].query for index in kept],
@@ -300,11 +316,7 @@ def compare_answers(
 
 
 def _core_values(
-    requests: Sequence[GateRequest],
-    outputs: Sequence[RowOutputs],
-    expected: Sequence[Expected],
-    measured: Sequence[Measured],
-    core: Core,
+    case: GateCase, outputs: Sequence[RowOutputs], measured: Sequence[Measured]
 ) -> dict[str, float]:
     """Return the metrics of the core's outputs; `compare_rows` covers the traffic alone."""
     with np.errstate(invalid="ignore"):
@@ -312,13 +324,13 @@ def _core_values(
             "max_difference": float(np.max([view.difference for view in measured])),
             "batch_sensitivity": float(np.max([view.effect for view in measured])),
         }
-    edges = [request.edge for request in requests for _ in request.rows]
-    pairs = list(zip(outputs, expected, strict=True))
+    edges = [request.edge for request in case.requests for _ in request.rows]
+    pairs = list(zip(outputs, case.expected, strict=True))
     synthetic = [pair for pair, edge in zip(pairs, edges, strict=True) if edge]
     traffic = [pair for pair, edge in zip(pairs, edges, strict=True) if not edge]
     if synthetic:
-        values["edge_error"] = float(np.max(relative_errors(synthetic, core)))
-    return {**values, **(compare_rows(traffic, core) if traffic else {})}
+        values["edge_error"] = float(np.max(relative_errors(synthetic, case.core)))
+    return {**values, **(compare_rows(traffic, case.core) if traffic else {})}
 
 
 def compare_rows(pairs: Pairs, core: Core) -> dict[str, float]:
@@ -353,12 +365,10 @@ def is_finite(row: RowOutputs) -> bool:
     return all(bool(np.isfinite(values).all()) for values in row.values())
 
 
-def _run_labeled(
-    run: RunBatch, labeled: GateLabels, core: Core, batch_size: int
-) -> list[RowOutputs]:
+def _run_labeled(run: RunBatch, labeled: GateLabels, case: GateCase) -> list[RowOutputs]:
     samples = rows_of(labeled.requests)
-    rows = run_rows(run, samples, range(len(samples)), batch_size)
-    check_rows(rows, samples, labeled.expected, core)
+    rows = run_rows(run, samples, range(len(samples)), case.batch_size)
+    check_rows(rows, samples, labeled.expected, case.core)
     return [rows[index] for index in range(len(samples))]
 
 
@@ -383,51 +393,36 @@ BATCH_ROWS = 8
 """Maximum number of rows in a batch: memory of packed attention grows with tokens squared."""
 
 
-def judge_probe(
-    run: RunBatch,
-    requests: Sequence[GateRequest],
-    expected: Sequence[Expected],
-    core: Core,
-    limits: Mapping[str, float],
-    *,
-    batch_size: int,
-    decoding: Decoding | None,
-) -> tuple[ProbeResult, tuple[str, ...]]:
+def judge_probe(run: RunBatch, case: GateCase) -> tuple[ProbeResult, tuple[str, ...]]:
     """Return the result on the probe and its failures in words, fail-closed.
 
     Rows run once, in batches of similar length: the traffic has shown the effect of other rows in
-    the batch.
+    the batch. Only the metrics that have a limit are reported.
 
     Args:
         run: Runs a batch on the artifact.
-        requests: Requests of the probe, at least one.
-        expected: Outputs of the reference for each core row.
-        core: Core whose outputs the artifact returns.
-        limits: Worst allowed value of each metric, see `tasks.accuracy.probe_limits`. Only these
-            metrics are reported.
-        batch_size: Maximum number of rows in a batch of the pipeline.
-        decoding: Decoder of core outputs; None to check the core outputs alone.
+        case: Requests of the probe, at least one, with the limits of `tasks.accuracy.probe_limits`.
     """
-    samples = rows_of(requests)
+    requests, samples, limits = case.requests, case.samples, case.limits
     order = sorted(range(len(samples)), key=lambda index: tokens_of(samples[index]))
     try:
-        rows = run_rows(run, samples, order, min(batch_size, BATCH_ROWS))
-        check_rows(rows, samples, expected, core)
+        rows = run_rows(run, samples, order, min(case.batch_size, BATCH_ROWS))
+        check_rows(rows, samples, case.expected, case.core)
     except Incomparable as fault:
         verdicts = judge_metrics({}, limits, complete=False)
         return ProbeResult(len(requests), verdicts), (f"{OUTSIDE}: {fault}",)
     outputs = [rows[index] for index in range(len(samples))]
     finite = all(map(is_finite, outputs))
-    pairs = list(zip(outputs, expected, strict=True))
-    errors = relative_errors(pairs, core)
-    compared = compare_answers(requests, outputs, expected, core, decoding if finite else None)
+    pairs = list(zip(outputs, case.expected, strict=True))
+    errors = relative_errors(pairs, case.core)
+    compared = _compare_answers(case, outputs, is_decodable=finite)
     found = {
         "edge_error": float(np.max(errors)),
-        **compare_rows(pairs, core),
+        **compare_rows(pairs, case.core),
         **compared.values,
     }
     values = {name: found[name] for name in limits if name in found}
-    verdicts = judge_metrics(values, limits, complete=decoding is None or finite)
+    verdicts = judge_metrics(values, limits, complete=case.decoding is None or finite)
     errors_of_requests = [float(np.max(each)) for each in by_request(requests, errors)]
     worst = worst_rows(
         requests, compared.badness, errors_of_requests, compared.wanted, compared.got
