@@ -12,7 +12,9 @@ from pathlib import Path
 import psutil
 
 from triptych.serving.bench import perf_analyzer
+from triptych.serving.bench.perf_analyzer import RequestForm, Span
 from triptych.serving.bench.resources import SERVER, instance_model, name_process, process_tree
+from triptych.serving.bench.results import OfferedLoad
 from triptych.serving.bench.statistics import STEPS, ServerCounts
 
 CLIENT, TOTAL = "core-ms client", "core-ms"
@@ -43,12 +45,13 @@ def measure_cost(
         without a core.
     """
     load = partial(
-        perf_analyzer.run, url, model, requests, concurrency=clients, batch_size=texts_per_request
-    )
-    load(request_count=2 * clients + 100)
+        perf_analyzer.run, url, model, requests, OfferedLoad("concurrency", clients),
+        form=RequestForm(batch_size=texts_per_request),
+    )  # fmt: skip
+    load(Span(request_count=2 * clients + 100))
     counts = ServerCounts(url, model)
     used_before, counted_before = _read_usage(pid, model), counts.read()
-    result = load(window_s=seconds / 3)
+    result = load(Span(window_s=seconds / 3))
     used, counted = _read_usage(pid, model), counts.read()
     counts.close()
     answered = {name: counted[name] - counted_before[name] for name in counted}

@@ -22,6 +22,8 @@ from benchmarks.results import Table, describe, publish, render_page
 from triptych.base.files import write_files
 from triptych.serving.bench import perf_analyzer
 from triptych.serving.bench.measure import WINDOWS, run_longer
+from triptych.serving.bench.perf_analyzer import TENSORS, RequestForm, Span
+from triptych.serving.bench.results import OfferedLoad
 
 Item = TypeVar("Item")
 Metrics = Mapping[str, float]
@@ -122,12 +124,16 @@ def run_load(
     model: str,
     requests: Sequence[perf_analyzer.Request],
     seconds: float,
-    **load: Any,
+    load: OfferedLoad,
+    *,
+    warmup_requests: int = 0,
+    form: RequestForm = TENSORS,
 ) -> dict[str, float]:
     """Return throughput and latency of a load of perf_analyzer; see `perf_analyzer.run`."""
 
     def run(windows_s: float) -> perf_analyzer.LoadResult:
-        return perf_analyzer.run(url, model, requests, window_s=windows_s / WINDOWS, **load)
+        span = Span(window_s=windows_s / WINDOWS, warmup_requests=warmup_requests)
+        return perf_analyzer.run(url, model, requests, load, span, form=form)
 
     result = run_longer(run, seconds)
     latencies = {"p50_ms": result.percentile_us(50) / 1e3, "p99_ms": result.percentile_us(99) / 1e3}
@@ -144,8 +150,9 @@ def closed_loop(
     http_path: str | None = None,
 ) -> dict[str, float]:
     """Return the metrics of `clients` with one request in flight each, after a short warm-up."""
-    load = {"concurrency": clients, "warmup_requests": 2 * clients + 20, "http_path": http_path}
-    return run_load(url, model, requests, seconds, **load)
+    load, form = OfferedLoad("concurrency", clients), RequestForm(http_path=http_path)
+    warmup_requests = 2 * clients + 20
+    return run_load(url, model, requests, seconds, load, warmup_requests=warmup_requests, form=form)
 
 
 def make_parser(

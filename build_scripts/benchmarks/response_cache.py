@@ -18,6 +18,7 @@ from benchmarks.harness import Metrics, Turn, finish, make_parser, run_load, run
 from benchmarks.model import CACHE, PIPELINE, build, traffic_texts
 from triptych.container.flags import cache_flags
 from triptych.serving.bench.resources import process_tree
+from triptych.serving.bench.results import OfferedLoad
 from triptych.serving.server import Server
 
 _NAME = PIPELINE.name
@@ -82,7 +83,8 @@ def main() -> int:
 def _measure(server: Server, texts: Sequence[str], clients: int, seconds: float) -> Metrics:
     """Return rate, latency, processor time of the server for a request, and share of hits."""
     before = _read(server)
-    result = run_load(server.grpc_url, _NAME, texts, seconds, concurrency=clients)
+    load = OfferedLoad("concurrency", clients)
+    result = run_load(server.grpc_url, _NAME, texts, seconds, load)
     used_ms, answered, hits = (now - then for now, then in zip(_read(server), before, strict=True))
     return {**result, COST: used_ms / answered, "hits": hits / answered}
 

@@ -22,6 +22,8 @@ from benchmarks.harness import closed_loop, finish, make_parser
 from benchmarks.memory import make_growth_tables, sample_memory
 from benchmarks.model import CACHE, PIPELINE, build, traffic_texts
 from triptych.serving.bench import perf_analyzer
+from triptych.serving.bench.perf_analyzer import Span
+from triptych.serving.bench.results import OfferedLoad
 from triptych.serving.server import Server
 
 _MIN_RATE_PER_S = 5.0
@@ -64,8 +66,8 @@ def main() -> int:
             counts = [min(_MAX_REQUESTS_PER_LOAD, options.requests - start) for start in starts]
             return [
                 perf_analyzer.run(
-                    url, model, texts, concurrency=clients, request_count=count,
-                    timeout_s=600 + count / _MIN_RATE_PER_S,
+                    url, model, texts, OfferedLoad("concurrency", clients),
+                    Span(request_count=count), timeout_s=600 + count / _MIN_RATE_PER_S,
                 )
                 for count in counts
             ]  # fmt: skip

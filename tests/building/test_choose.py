@@ -170,8 +170,8 @@ def test_without_a_backend_in_the_spec_backends_are_compared(
 def test_a_window_without_an_answer_is_measured_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     windows: list[float] = []
 
-    def run(*_: Any, window_s: float, **__: Any) -> LoadResult:
-        windows.append(window_s)
+    def run(*arguments: Any) -> LoadResult:
+        windows.append(arguments[-1].window_s)
         if len(windows) == 1:
             raise LoadError("must be answered", "no answer", "", "", is_empty=True)
         return LoadResult((0, 10**9), (1,), (5.0,))

@@ -36,6 +36,8 @@ from triptych.core.engine.stage import EngineFailure
 from triptych.core.engine.stage import build_engine as engine_stage
 from triptych.repository.manifest import EncoderManifest, read_manifest
 from triptych.repository.records import plain_record
+from triptych.serving.bench.perf_analyzer import RequestForm
+from triptych.serving.bench.results import OfferedLoad
 from triptych.serving.server import Server
 
 DONE, FAILED, INTERRUPTED = "done", "failed", "interrupted"
@@ -273,7 +275,7 @@ def _serve(pipeline: GpuPipeline, options: argparse.Namespace, result: Result) -
             rates = [one["rate_per_s"] for name, one in loads.items() if name.endswith(" x 1")]
             rate = POISSON_RATIO * max(rates, default=0.0)
             if rates:
-                loads["Poisson"] = load(texts, options.served_seconds, request_rate_per_s=rate)
+                loads["Poisson"] = load(texts, options.served_seconds, OfferedLoad("poisson", rate))
                 report_load(result, f"Poisson {rate:.0f}/s", loads["Poisson"])
             found["offered_per_s"] = rate
 
@@ -290,7 +292,7 @@ def _serve_peer(
         folder = pipeline.model_folder
         with peers.run_peer(name, python, folder, options.device, precision) as (url, path):
             found["check"] = compare(peers.embed(url, path, texts), wanted)
-            load = partial(run_load, url, MODEL, http_path=path)
+            load = partial(run_load, url, MODEL, form=RequestForm(http_path=path))
             _load(load, texts, options, result, found, joins=True)
 
 
@@ -316,12 +318,14 @@ def _load(
             continue
         # A whole number of requests, so that each text is sent equally often.
         requests: Sequence[str] = [*texts, *texts[: -len(texts) % rows]]
-        sizes: dict[str, Any] = {"batch_size": rows}
+        form = {"form": RequestForm(batch_size=rows)}
         if joins:
             starts = range(0, len(requests), rows)
-            requests, sizes = [peers.make_body(requests[at : at + rows]) for at in starts], {}
-        load_of = {"concurrency": clients, "warmup_requests": 2 * clients + 20, **sizes}
-        metrics = load(requests, options.served_seconds, **load_of)
+            requests, form = [peers.make_body(requests[at : at + rows]) for at in starts], {}
+        closed, warmup_requests = OfferedLoad("concurrency", clients), 2 * clients + 20
+        metrics = load(
+            requests, options.served_seconds, closed, warmup_requests=warmup_requests, **form
+        )
         loads[name] = {**metrics, "rate_per_s": rows * metrics["rate_per_s"]}
         report_load(result, name, loads[name])
 

@@ -32,6 +32,8 @@ from triptych.repository.records import GateResult, PrecisionTrial, plain_record
 from triptych.repository.store import sibling_work_dir
 from triptych.serving.bench import perf_analyzer
 from triptych.serving.bench.measure import run_longer
+from triptych.serving.bench.perf_analyzer import Span
+from triptych.serving.bench.results import OfferedLoad
 from triptych.serving.endpoint import UNSAMPLED
 from triptych.serving.server import Server
 from triptych.spec.backends import BACKENDS, BackendName, Precision
@@ -103,10 +105,13 @@ def measure_throughputs(
                     servers[name].grpc_url,
                     pipeline,
                     requests,
-                    concurrency=clients,
-                    warmup_requests=WARM_UP_REQUESTS if number == 1 else 0,
+                    OfferedLoad("concurrency", clients),
                 )
-                result = run_longer(lambda window_s: run(window_s=window_s), WINDOW_S)  # noqa: B023
+                span = Span(warmup_requests=WARM_UP_REQUESTS if number == 1 else 0)
+                result = run_longer(
+                    lambda window_s: run(replace(span, window_s=window_s)),  # noqa: B023
+                    WINDOW_S,
+                )
                 results[name].append(result)
                 progress(
                     "throughput",

@@ -26,7 +26,7 @@ from triptych.operate.tune.results import Outcome
 from triptych.serving.bench import perf_analyzer
 from triptych.serving.bench.bench import WARM_UP_ANSWERS, describe_server, describe_target
 from triptych.serving.bench.measure import WINDOW_FACTOR, BenchTarget, measure
-from triptych.serving.bench.perf_analyzer import Request
+from triptych.serving.bench.perf_analyzer import Request, RequestForm, Span
 from triptych.serving.bench.results import (
     SLO_KINDS,
     Measurement,
@@ -249,9 +249,9 @@ class GenerationTuning(TunedPipeline):
                 target.grpc_url,
                 target.pipeline,
                 built.requests,
-                concurrency=count,
-                request_count=count,
-                streaming=True,
+                OfferedLoad("concurrency", count),
+                Span(request_count=count),
+                form=RequestForm(streaming=True),
             )
         except perf_analyzer.LoadError as error:
             if not error.errors and not error.is_late:

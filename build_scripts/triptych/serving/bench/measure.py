@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from triptych.serving.bench import perf_analyzer
+from triptych.serving.bench.perf_analyzer import RequestForm, Span
 from triptych.serving.bench.perf_output import (
     LoadResult,
     check_stability,
@@ -99,10 +100,10 @@ def measure(
                     target.grpc_url,
                     target.pipeline,
                     requests,
-                    concurrency=clients,
-                    request_count=max(warmup_requests, clients),
+                    OfferedLoad("concurrency", clients),
+                    Span(request_count=max(warmup_requests, clients)),
+                    form=RequestForm(streaming=target.streaming_slo is not None),
                     timeout_s=timeout_s,
-                    streaming=target.streaming_slo is not None,
                 )
                 if target.streaming_slo is not None:
                     longest_s = max(warmed.latencies_us) / 1e6
@@ -161,18 +162,14 @@ def _run(
     seconds: float,
 ) -> LoadResult:
     is_streaming = target.streaming_slo is not None
-    is_closed = load.kind == "concurrency"
     return perf_analyzer.run(
         target.grpc_url,
         target.pipeline,
         requests,
-        concurrency=round(load.value) if is_closed else None,
-        request_rate_per_s=None if is_closed else load.value,
-        distribution="poisson" if load.kind == "concurrency" else load.kind,
-        burst=load.burst,
-        window_s=seconds / WINDOWS,
+        load,
+        Span(window_s=seconds / WINDOWS),
+        form=RequestForm(streaming=is_streaming),
         timeout_s=min(timeout_s, 2 * seconds + STREAMS_END_S) if is_streaming else timeout_s,
-        streaming=is_streaming,
     )
 
 

@@ -1,7 +1,7 @@
 """Find NVIDIA's perf_analyzer and run it with real requests.
 
-Usage: ``run(server.grpc_url, "minilm", texts, concurrency=32).throughput_per_s``. The program comes
-from PATH or from an older tritonclient wheel.
+Usage: ``run(url, "minilm", texts, OfferedLoad("concurrency", 32), Span()).throughput_per_s``. The
+program comes from PATH or from an older tritonclient wheel.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from triptych.base.extras import install_command
 from triptych.base.files import scratch_folder
 from triptych.base.wheels import download_wheels
 from triptych.serving.bench.perf_output import PERCENTILE, LoadResult, read_export
+from triptych.serving.bench.results import OfferedLoad
 from triptych.serving.embedded import find_wheel
 
 # The last release whose binary runs on glibc 2.35, like the embedded server; later ones need 2.38.
@@ -218,93 +219,107 @@ class LoadError(UserError):
         super().__init__("load", rule, given=given, remedy=remedy)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RequestForm:
+    """Form in which requests are sent.
+
+    Attributes:
+        streaming: Whether a request is a stream of responses, which ends with a finish reason.
+        http_path: HTTP path for POST requests to a server of another kind; each request is then
+            the JSON text of a body.
+        batch_size: Number of requests joined as the rows of one.
+    """
+
+    streaming: bool = False
+    http_path: str | None = None
+    batch_size: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Duration of a measurement.
+
+    Attributes:
+        window_s: Duration of each of three windows in seconds; longer by a little in an open loop.
+        request_count: Number of requests to send instead of windows. perf_analyzer checks for the
+            end once per second, so the throughput can be too low by one second.
+        warmup_requests: Number of uncounted requests before the measurement.
+    """
+
+    window_s: float = 5.0
+    request_count: int | None = None
+    warmup_requests: int = 0
+
+
+TENSORS = RequestForm()
+"""One request of unchanged tensors with one response."""
+
+
 def run(
     url: str,
     model: str,
     requests: Sequence[Request],
+    load: OfferedLoad,
+    span: Span,
     *,
-    concurrency: int | None = None,
-    request_rate_per_s: float | None = None,
-    distribution: Distribution = "poisson",
-    burst: int = 1,
-    window_s: float = 5.0,
-    request_count: int | None = None,
-    warmup_requests: int = 0,
+    form: RequestForm = TENSORS,
     timeout_s: float = 900.0,
-    streaming: bool = False,
-    http_path: str | None = None,
-    batch_size: int = 1,
 ) -> LoadResult:
     """Load `model` over gRPC and measure it from the client.
 
-    The requests are sent in turn and repeated, for three consecutive windows. Exactly one of
-    `concurrency` and `request_rate_per_s` must be given. perf_analyzer exports the times of each
-    request together with all inputs and outputs into a temporary file: 8 KiB per request with 384
-    numbers, 0.3 MiB with a 100 kB image. It writes them after the last window, at 10 s per GB.
+    The requests are sent in turn and repeated, for three consecutive windows. perf_analyzer exports
+    the times of each request together with all inputs and outputs into a temporary file: 8 KiB per
+    request with 384 numbers, 0.3 MiB with a 100 kB image. It writes them after the last window, at
+    10 s per GB.
 
     Args:
         url: ``host:port``.
         model: Name of a model or ensemble.
         requests: Requests; a text stands for ``{"text": text}``. Each value becomes an unchanged
             BYTES tensor ``[1]``.
-        concurrency: Number of clients of a closed loop; each sends one request at a time.
-        request_rate_per_s: Requests per second of an open loop, independent of the responses.
-        distribution: Distribution of the intervals of an open loop; ``burst`` sends `burst`
-            requests at once, at constant intervals.
-        burst: Number of requests sent at once; the mean rate stays `request_rate_per_s`.
-        window_s: Duration of a window in seconds; longer by a little in an open loop.
-        request_count: Number of requests to send instead of windows. perf_analyzer checks for the
-            end once per second, so the throughput can be too low by one second.
-        warmup_requests: Number of uncounted requests before the measurement.
+        load: Closed or open loop. The mean rate of bursts, at constant intervals, is that of the
+            load.
+        span: Duration of the measurement.
+        form: Form of the requests.
         timeout_s: Timeout of warm-up and measurement together, in seconds.
-        streaming: Whether a request is a stream of responses, which ends with a finish reason.
-        http_path: HTTP path for POST requests to a server of another kind; each request is then
-            the JSON text of a body.
-        batch_size: Number of `requests` joined as the rows of one.
 
     Raises:
         UserError: An argument is out of range, or perf_analyzer is missing.
         LoadError: A request failed or none was answered, the model is missing, or the timeout
             expired.
     """
-    _check(requests, concurrency, request_rate_per_s, burst)
+    _check(requests, load)
     deadline = time.monotonic() + timeout_s
     analyzer = find_perf_analyzer()
     host = url.rpartition(":")[0]  # requests to the server must bypass proxies
     variables = {**analyzer.environment(), "no_grpc_proxy": host, "NO_PROXY": host}
     service = ["-i", "grpc"]
     rows = [_row(request) for request in requests]
-    if http_path is not None:  # only perf_analyzer's service kind `openai` posts arbitrary JSON
-        service = ["--service-kind=openai", f"--endpoint={http_path}"]
+    if form.http_path is not None:
+        # Only the service kind `openai` of perf_analyzer posts arbitrary JSON.
+        service = ["--service-kind=openai", f"--endpoint={form.http_path}"]
         rows = [{"payload": [json.loads(str(request))]} for request in requests]
     with scratch_folder("triptych-load-") as scratch:
         data, times = scratch / "data.json", scratch / "times.json"
         data.write_text(json.dumps({"data": rows}), encoding="ascii")
         command = [
             str(analyzer.binary.resolve()),
-            *("-m", model, "-u", url, *service, f"--input-data={data}", f"-b{batch_size}"),
-            *_load_arguments(
-                concurrency,
-                request_rate_per_s,
-                distribution,
-                burst,
-                WINDOWS_SPAN * window_s,
-                scratch,
-            ),
+            *("-m", model, "-u", url, *service, f"--input-data={data}", f"-b{form.batch_size}"),
+            *_load_arguments(load, WINDOWS_SPAN * span.window_s, scratch),
             # A local server needs half of the cores.
-            *(["--streaming"] if streaming else []),
+            *(["--streaming"] if form.streaming else []),
             *("--async", f"--max-threads={max(1, (os.cpu_count() or 2) // 2)}"),
             *("-v", f"--percentile={PERCENTILE}", f"--stability-percentage={_ANY_SPREAD}"),
         ]
-        if warmup_requests:
-            _measure([*command, f"--request-count={warmup_requests}"], variables, deadline)
+        if span.warmup_requests:
+            _measure([*command, f"--request-count={span.warmup_requests}"], variables, deadline)
         command.append(f"--profile-export-file={times}")
-        if request_count is not None:
-            command.append(f"--request-count={request_count}")
+        if span.request_count is not None:
+            command.append(f"--request-count={span.request_count}")
         else:
-            command.append(f"--measurement-interval={round(window_s * 1000)}")
+            command.append(f"--measurement-interval={round(span.window_s * 1000)}")
         output = _measure(command, variables, deadline)
-        result = read_export(times, streaming=streaming)
+        result = read_export(times, streaming=form.streaming)
     if result is None:
         raise LoadError(
             "must be answered within the windows",
@@ -319,46 +334,33 @@ def run(
     # It counts requests as delayed that are microseconds late, which are nearly all of a burst.
     # `sent_per_s` shows whether it keeps up.
     warnings = [line.strip() for line in output.splitlines() if "[WARNING]" in line]
+    wanted_per_s = None if load.kind == "concurrency" else load.value
     return replace(
         result,
         warnings=tuple(line for line in warnings if not _DELAYED.search(line)),
-        sent_per_s=float(sent[1]) if sent else request_rate_per_s,
+        sent_per_s=float(sent[1]) if sent else wanted_per_s,
     )
 
 
-def _check(
-    requests: Sequence[Request],
-    concurrency: int | None,
-    request_rate_per_s: float | None,
-    burst: int,
-) -> None:
+def _check(requests: Sequence[Request], load: OfferedLoad) -> None:
     if not requests:
         raise UserError("requests", "must not be empty", remedy="Add lines to the traffic file")
-    if (concurrency is None) == (request_rate_per_s is None):
-        raise UserError("load", "must be either a concurrency or a request rate")
-    if concurrency is not None and concurrency < 1:
-        raise UserError("concurrency", "must be at least 1", given=concurrency)
-    if request_rate_per_s is not None and request_rate_per_s <= 0:
-        raise UserError("request_rate_per_s", "must be above 0", given=request_rate_per_s)
-    if burst < 1:
-        raise UserError("burst", "must be at least 1", given=burst)
+    if load.kind == "concurrency" and load.value < 1:
+        raise UserError("concurrency", "must be at least 1", given=load.value)
+    if load.value <= 0:
+        raise UserError("rate", "must be above 0", given=load.value)
+    if load.burst < 1:
+        raise UserError("burst", "must be at least 1", given=load.burst)
 
 
-def _load_arguments(
-    concurrency: int | None,
-    request_rate_per_s: float | None,
-    distribution: Distribution,
-    burst: int,
-    seconds: float,
-    scratch: Path,
-) -> list[str]:
-    if request_rate_per_s is None:
-        return [f"--concurrency-range={concurrency}"]
-    if distribution == "constant":
-        return [f"--request-rate-range={request_rate_per_s:g}", "--request-distribution=constant"]
-    intervals_us = [0] * (burst - 1) + [max(1, round(burst / request_rate_per_s * 1e6))]
-    if distribution == "poisson":
-        intervals_us = draw_intervals_us(request_rate_per_s, seconds)
+def _load_arguments(load: OfferedLoad, seconds: float, scratch: Path) -> list[str]:
+    if load.kind == "concurrency":
+        return [f"--concurrency-range={round(load.value)}"]
+    if load.kind == "constant":
+        return [f"--request-rate-range={load.value:g}", "--request-distribution=constant"]
+    intervals_us = [0] * (load.burst - 1) + [max(1, round(load.burst / load.value * 1e6))]
+    if load.kind == "poisson":
+        intervals_us = draw_intervals_us(load.value, seconds)
     file = scratch / "intervals_us.txt"
     file.write_text("".join(f"{pause_us}\n" for pause_us in intervals_us), encoding="ascii")
     return [f"--request-intervals={file}"]
