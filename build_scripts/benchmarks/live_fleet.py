@@ -24,7 +24,7 @@ from triptych.container.health import HealthCheck
 from triptych.container.manifests import find_pipelines, largest_request_mib
 from triptych.deploy.envoy import proxy_settings
 from triptych.serving.ports import reserve_ports
-from triptych.serving.server import Server
+from triptych.serving.server import Server, ServerAddress
 
 NAMESPACE = "default"
 _PORTS = ("grpc_port", "http_port", "metrics_port")
@@ -174,9 +174,11 @@ def live_fleet(
     servers = [
         Server(
             repository,
-            grpc_port=ports[f"grpc_port_{number}"],
-            http_port=ports[f"http_port_{number}"],
-            metrics_port=ports[f"metrics_port_{number}"],
+            address=ServerAddress(
+                grpc_port=ports[f"grpc_port_{number}"],
+                http_port=ports[f"http_port_{number}"],
+                metrics_port=ports[f"metrics_port_{number}"],
+            ),
         )
         for number in numbers
     ]

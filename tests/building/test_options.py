@@ -26,7 +26,7 @@ from triptych.container.flags import cache_flags
 from triptych.container.health import HealthCheck
 from triptych.container.manifests import find_pipelines
 from triptych.serving.bench.perf_analyzer import find_perf_analyzer
-from triptych.serving.server import Server
+from triptych.serving.server import Server, ServerProfile
 
 pytestmark = pytest.mark.server
 DTYPES = {"BYTES": np.object_, "BOOL": np.bool_, "INT32": np.int32, "INT64": np.int64}
@@ -47,7 +47,8 @@ def server(
         spec = {"task": task, "model": {"source": str(model)}, "serving": serving}
         build_into(write_pipeline(base / "pipelines" / name, **spec), base / "repository")
     repository = base / "repository"
-    with Server(repository, extra_args=cache_flags(repository), client_shm=True) as server:
+    shared = ServerProfile(client_shm=True)
+    with Server(repository, extra_args=cache_flags(repository), profile=shared) as server:
         yield server
 
 

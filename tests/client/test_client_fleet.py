@@ -52,7 +52,7 @@ from triptych.client import (
 from triptych.client.connection import check_single, read_target
 from triptych.client.retry import Deadline, Retries
 from triptych.serving.embedded import find_release
-from triptych.serving.server import Server
+from triptych.serving.server import Server, ServerAddress
 
 HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
 """Of this machine alone, so that several servers can have one port, as pods have."""
@@ -84,7 +84,7 @@ def serve_fleet(folder: Path) -> Iterator[list[Replica]]:
         for host in HOSTS:
             port = int(replicas[0].url.rpartition(":")[2]) if replicas else 0
             write_model(folder / host / "toy", settings, EMBED)
-            server = Server(folder / host, host=host, grpc_port=port)
+            server = Server(folder / host, address=ServerAddress(host=host, grpc_port=port))
             stack.callback(server.stop)
             server.start()
             replicas.append(Replica(server, folder / host))
@@ -231,7 +231,8 @@ def test_servers_leave_and_no_request_fails(fleet: list[Replica]) -> None:
     with Client("toy", killed.url) as client:
         with pytest.raises(ServerUnreachableError):
             client.embed(["nobody there"])
-        with Server(killed.repository, host=host, grpc_port=int(port)) as server:
+        address = ServerAddress(host=host, grpc_port=int(port))
+        with Server(killed.repository, address=address) as server:
             with under_load(client, 1, "back") as load:
                 wait_until(lambda: load["right"], "a connection to the new server")
             assert load["wrong"] == 0

@@ -17,7 +17,7 @@ from envoy_front import envoy, infer_request
 from processes import eventually, running
 from triptych.container.flags import ServerFlags, production_flags
 from triptych.serving.embedded import find_release
-from triptych.serving.server import Server
+from triptych.serving.server import Server, ServerProfile
 
 pytestmark = pytest.mark.server
 
@@ -93,7 +93,7 @@ def test_pings_and_the_age_of_a_connection_end_no_request(tmp_path: Path) -> Non
     text = f"sleep:{SILENT_S}:{tmp_path / 'begun'}"
     with (
         running(Server(repository)) as direct,
-        running(Server(repository, production_flags=flags)) as behind,
+        running(Server(repository, profile=ServerProfile(production_flags=flags))) as behind,
         envoy(behind, tmp_path, "echo") as proxy,
         ThreadPoolExecutor() as pool,
     ):

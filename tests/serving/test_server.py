@@ -37,7 +37,7 @@ from triptych.serving import hot_reload, orphan_cleanup
 from triptych.serving.bench.perf_analyzer import find_perf_analyzer
 from triptych.serving.embedded import find_release
 from triptych.serving.orphan_cleanup import SHM, tagged_processes
-from triptych.serving.server import Server, check_and_make_flags
+from triptych.serving.server import Server, ServerProfile, check_and_make_flags
 
 pytestmark = pytest.mark.server
 
@@ -225,7 +225,7 @@ def test_a_ready_server_that_does_not_answer_has_its_whole_grace_to_stop(
 def test_stop_cleans_up_after_a_server_that_was_killed(repository: Path) -> None:
     """A server with the flags of the production profile."""
     flags = check_and_make_flags(repository, production=True)
-    with running(Server(repository, production_flags=flags)) as server:
+    with running(Server(repository, profile=ServerProfile(production_flags=flags))) as server:
         assert ask(server, "env:NO_SUCH_VARIABLE") == "unset"
         mark = mark_of(server.pid)
         log_file = server.log_file
@@ -451,7 +451,7 @@ def test_no_path_is_read_by_a_shell_and_clients_use_shared_memory_only_where_all
     repository = write_model(temporary / HOSTILE, "echo")
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     log_file = temporary / "log's $(touch PWNED)"
-    with Server(repository, log_file=log_file, client_shm=True) as server:
+    with Server(repository, log_file=log_file, profile=ServerProfile(client_shm=True)) as server:
         assert stat.S_IMODE(log_file.stat().st_mode) == 0o600
         mark = mark_of(server.pid)
         assert ask(server, "grüezi") == "grüezi"

@@ -28,7 +28,7 @@ from triptych.serving.embedded import find_release
 from triptych.serving.endpoint import RestartBackoff
 from triptych.serving.ports import port_is_busy, release_ports, reserve_ports
 from triptych.serving.readiness import ServerError, find_exit_reason, read_load_state
-from triptych.serving.server import Server
+from triptych.serving.server import Server, ServerAddress
 
 CONFIG = ECHO_CONFIG.format(backend="python")
 BUCKETS = """model_metrics { metric_control {
@@ -327,9 +327,9 @@ def test_a_mistake_is_told_before_anything_starts(repository: Path, tmp_path: Pa
     port = reserve_ports("127.0.0.1", {"grpc_port": 0})["grpc_port"]
     arguments: dict[str, Any]
     for folder, arguments, field in (
-        (repository, {"grpc_port": port, "http_port": port}, "http_port"),
-        (repository, {"metrics_port": 70000}, "metrics_port"),
-        (repository, {"host": "192.0.2.1"}, "host"),
+        (repository, {"address": ServerAddress(grpc_port=port, http_port=port)}, "http_port"),
+        (repository, {"address": ServerAddress(metrics_port=70000)}, "metrics_port"),
+        (repository, {"address": ServerAddress(host="192.0.2.1")}, "host"),
         (repository, {"models": ["ecco"]}, "models"),
         (repository, {"backend_directory": Path("nowhere")}, "backend_directory"),
         (tmp_path / "empty", {}, "repository"),
@@ -347,7 +347,7 @@ def test_a_mistake_is_told_before_anything_starts(repository: Path, tmp_path: Pa
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match="free port") as caught:
-            Server(repository, grpc_port=port).start()
+            Server(repository, address=ServerAddress(grpc_port=port)).start()
     assert caught.value.field == "grpc_port"
     assert str(port) in caught.value.given
     assert "Stop that process" in caught.value.remedy

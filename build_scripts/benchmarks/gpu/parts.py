@@ -38,7 +38,7 @@ from triptych.repository.manifest import EncoderManifest, read_manifest
 from triptych.repository.records import plain_record
 from triptych.serving.bench.perf_analyzer import RequestForm
 from triptych.serving.bench.results import OfferedLoad
-from triptych.serving.server import Server
+from triptych.serving.server import Server, ServerProfile
 
 DONE, FAILED, INTERRUPTED = "done", "failed", "interrupted"
 ACCEPTED = "measured only, never served"
@@ -263,7 +263,7 @@ def _serve(pipeline: GpuPipeline, options: argparse.Namespace, result: Result) -
             models=[pipeline.name],
             backend_directory=options.backend_directory,
             log_file=result.file.with_suffix(".log"),
-            machine=None if variant == AS_GENERATED else variant,
+            profile=ServerProfile(machine=None if variant == AS_GENERATED else variant),
         )
         with server:
             with Client(pipeline.name, server.grpc_url) as client:

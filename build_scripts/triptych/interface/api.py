@@ -271,7 +271,7 @@ def serve(
     """
     from triptych.repository.store import recover
     from triptych.serving.endpoint import check_built
-    from triptych.serving.server import Server, check_and_make_flags
+    from triptych.serving.server import Server, ServerAddress, check_and_make_flags
 
     folder = Path(repository)
     if not folder.is_dir():
@@ -285,13 +285,8 @@ def serve(
         check_built(folder, name)
     recover(folder)
     check_and_make_flags(folder, production=False)
-    server = Server(
-        folder,
-        host=host,
-        grpc_port=grpc_port,
-        http_port=http_port,
-        metrics_port=metrics_port,
-        models=names,
+    address = ServerAddress(
+        host=host, grpc_port=grpc_port, http_port=http_port, metrics_port=metrics_port
     )
-    with server, ExitStack() as clients:
+    with Server(folder, models=names, address=address) as server, ExitStack() as clients:
         yield ServerHandle(server.grpc_url, server.http_url, server.metrics_url, _open=clients)

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -174,6 +175,46 @@ _POLL_S, _WATCH_S, _DYING_S = 0.05, 0.2, 1.0
 _MAX_STARTS = 3
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServerAddress:
+    """Address that a server listens on.
+
+    Attributes:
+        host: Address of the machine; ``0.0.0.0`` listens on every address.
+        grpc_port: Port of gRPC; 0 picks a free one.
+        http_port: Port of HTTP; 0 picks a free one.
+        metrics_port: Port of the metrics page; 0 picks a free one.
+    """
+
+    host: str = "127.0.0.1"
+    grpc_port: int = 0
+    http_port: int = 0
+    metrics_port: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerProfile:
+    """Options of a server that depend on its use.
+
+    Attributes:
+        production_flags: Flags of the production profile. Without them, the services of `CLOSED`
+            require `Server.operator_headers`.
+        exchanges: Whether models can be reloaded while it serves; not in the production profile.
+        client_shm: Whether clients may register shared memory, with which they can also read that
+            of the steps; not in the production profile.
+        machine: Machine whose plan the server uses, such as ``cpu8``; empty for this machine, None
+            for `config.pbtxt`. `wait_ready` reports which one it is.
+    """
+
+    production_flags: Sequence[str] = ()
+    exchanges: bool = False
+    client_shm: bool = False
+    machine: str | None = None
+
+
+_ANY_ADDRESS, _DEVELOPMENT = ServerAddress(), ServerProfile()
+
+
 class Server:
     """A tritonserver owned by this process; it never outlives this process.
 
@@ -182,23 +223,14 @@ class Server:
 
     Args:
         repository: Model repository.
-        host: Address to listen on; ``0.0.0.0`` listens on every address.
-        grpc_port: gRPC port; 0 picks a free one.
-        http_port: HTTP port; 0 picks a free one.
-        metrics_port: Port of the metrics page; 0 picks a free one.
-        models: Models to serve, with the models that their ensembles need; empty serves all.
-        exchanges: Whether models can be reloaded while it serves, as with `models`; not in the
-            production profile.
-        production_flags: Flags of the production profile. Without them, the services of `CLOSED`
-            require `operator_headers`.
-        client_shm: Whether clients may register shared memory, with which they can also read that
-            of the steps; not in the production profile.
+        models: Models to serve, with the models that their ensembles need; empty serves all. With
+            names, models can be reloaded while it serves.
+        address: Address to listen on.
+        profile: Options that depend on the use of the server.
         extra_args: Further flags of tritonserver, last on the command line.
         environment: Variables that override those of this process.
         log_file: File of the server's log. None creates a temporary file, which `stop` removes
             unless the server failed.
-        machine: Machine whose plan the server uses, such as ``cpu8``; empty for this machine, None
-            for `config.pbtxt`. `wait_ready` reports which one it is.
         backend_directory: Folder with the caller's backends, which replace those of the embedded
             server. With it, the embedded server is used even if a tritonserver is on PATH.
     """
@@ -207,41 +239,37 @@ class Server:
         self,
         repository: Path,
         *,
-        host: str = "127.0.0.1",
-        grpc_port: int = 0,
-        http_port: int = 0,
-        metrics_port: int = 0,
         models: Sequence[str] = (),
-        exchanges: bool = False,
-        production_flags: Sequence[str] = (),
-        client_shm: bool = False,
+        address: ServerAddress = _ANY_ADDRESS,
+        profile: ServerProfile = _DEVELOPMENT,
         extra_args: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         log_file: Path | None = None,
-        machine: str | None = None,
         backend_directory: Path | None = None,
     ) -> None:
         self._served = self.repository = repository.resolve()  # `_served`: as the server sees it
         self.log_file = log_file
         self._keep_log = log_file is not None
-        self._host = host
-        self._wanted_ports = {"grpc_port": grpc_port, "http_port": http_port}
-        self._wanted_ports["metrics_port"] = metrics_port
+        self._host = address.host
+        self._wanted_ports = {
+            "grpc_port": address.grpc_port,
+            "http_port": address.http_port,
+            "metrics_port": address.metrics_port,
+        }
         self._ports: dict[str, int] = {}
         self._picked: list[int] = []
         self._models = tuple(models)
-        self._exchanges = exchanges
+        self._profile = profile
         self._key = secrets.token_urlsafe(32)
-        closed = [service for service in CLOSED if not client_shm or service != SHARED_MEMORY]
-        self._profile_flags = tuple(production_flags) or (
+        opened = {SHARED_MEMORY} if profile.client_shm else set()
+        closed = [service for service in CLOSED if service not in opened]
+        self._profile_flags = tuple(profile.production_flags) or (
             FREE_REQUESTS,
             *KEEP_ALIVE,
             *restricted_flags(closed, self._key),
         )
-        self._client_shm = client_shm
         self._extra_args = tuple(extra_args)
         self.environment = dict(environment or {})
-        self._machine = machine
         self.plan_lines: tuple[str, ...] = ()
         self.own_backends = backend_directory
         self._process: ServerProcess | None = None
@@ -515,23 +543,23 @@ class Server:
         if self._holds_pipelines_only():
             # Otherwise Triton starts each step twice, first to complete its config.
             command.append("--disable-auto-complete-config")
-        if self._models or self._exchanges:
+        if self._models or self._profile.exchanges:
             command.append("--model-control-mode=explicit")
             command.append(f"--model-repository={self.second_repository}")
             command += [f"--load-model={name}" for name in self.served_models]
         if RATE_LIMIT not in self._profile_flags and uses_rate_limiter(self.repository):
             command.append(RATE_LIMIT)
-        if self._client_shm:
+        if self._profile.client_shm:
             release = find_release(own_backends=self.own_backends)
             command += [] if flags_newer_than([ALLOW_CLIENT_SHM], release) else [ALLOW_CLIENT_SHM]
         return [*command, *self._profile_flags, *absolute_paths(self._extra_args)]
 
     def _choose_plan(self, release: str) -> str:
         """Return the name of the configs that are planned for the machine, or an empty text."""
-        if self._machine is None:
+        if self._profile.machine is None:
             return ""
         found = find_machine(read_settings().cores)
-        chosen = choose_variant(self.repository, found, self._machine, release)
+        chosen = choose_variant(self.repository, found, self._profile.machine, release)
         self.plan_lines = chosen.lines
         return chosen.name
 

@@ -105,7 +105,7 @@ def dev(
     from triptych.building.dev import DevBuilds, rebuild
     from triptych.repository.store import recover
     from triptych.serving.hot_reload import HotReload
-    from triptych.serving.server import Server
+    from triptych.serving.server import Server, ServerAddress
     from triptych.spec.spec import SPEC_FILE, check_folder
 
     folder = folders.pipelines / name
@@ -125,7 +125,7 @@ def dev(
         show([], done)
         if done.built is None:
             raise typer.Exit(EXIT_FINDINGS)
-    server = Server(folders.repository, models=[name], **vars(ports))
+    server = Server(folders.repository, models=[name], address=ServerAddress(**vars(ports)))
     exchange = HotReload(
         server,
         only=name,
@@ -269,7 +269,12 @@ def serve(
     from triptych.serving.embedded import list_backends
     from triptych.serving.hot_reload import HotReload
     from triptych.serving.ports import is_loopback
-    from triptych.serving.server import Server, check_and_make_flags
+    from triptych.serving.server import (
+        Server,
+        ServerAddress,
+        ServerProfile,
+        check_and_make_flags,
+    )
 
     repository, models = resolve_repository(repository)
     if options.client_shm and (options.production or not is_loopback(options.host)):
@@ -290,15 +295,16 @@ def serve(
     server = Server(
         repository,
         models=models,
-        host=host,
+        address=ServerAddress(host=host, **vars(ports)),
+        profile=ServerProfile(
+            production_flags=flags,
+            exchanges=not options.production,
+            client_shm=options.client_shm,
+            machine=options.machine or read_settings().machine,
+        ),
         environment={FOLDER_VARIABLE: str(options.samples.absolute())},
-        client_shm=options.client_shm,
         log_file=options.log_file,
         backend_directory=backends,
-        exchanges=not options.production,
-        production_flags=flags,
-        machine=options.machine or read_settings().machine,
-        **vars(ports),
     )
     exchange = HotReload(
         server, on_reload=_print_change, on_problem=warn, production=options.production
