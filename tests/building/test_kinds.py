@@ -27,7 +27,7 @@ from triptych.building.stages import BenchOptions, BuildOptions, LiveOptions
 from triptych.client import Client
 from triptych.core.gate.verify import describe_verification, verification_data
 from triptych.deploy.options import DeployOptions
-from triptych.deploy.targets import KINDS, known_of, make_manifests
+from triptych.deploy.targets import known_of, make_manifests
 from triptych.interface import api
 from triptych.interface.cli.plan_text import describe_pipeline
 from triptych.interface.page.demo import open_page
@@ -38,8 +38,8 @@ from triptych.serving.bench.bench import Bench
 from triptych.serving.bench.results import OfferedLoad
 from triptych.serving.endpoint import Endpoint
 from triptych.serving.server import Server
-from triptych.spec.any_spec import READERS, AnySpec, kind_in, load_any_spec, parse_any_slo
-from triptych.spec.kind import Kind
+from triptych.spec.any_spec import SPECS, AnySpec, kind_in, load_any_spec, parse_any_slo
+from triptych.spec.kind import Kind, kind_of_task
 
 pytestmark = pytest.mark.server
 
@@ -132,8 +132,7 @@ def case(request: pytest.FixtureRequest, cases: dict[str, Case]) -> Case:
 
 
 def test_each_layer_has_one_entry_for_each_kind() -> None:
-    for table in (READERS, KINDS):
-        assert set(table) == set(Kind)
+    assert set(SPECS) == set(Kind)
     assert set(TUNERS) == set(Kind) - {Kind.TEXT2TEXT}
 
 
@@ -155,7 +154,7 @@ def test_nothing_else_asks_for_the_class_of_a_spec_or_of_inputs() -> None:
 
 
 def test_it_is_read_checked_described_and_tuned(case: Case) -> None:
-    assert kind_in(case.folder) is case.spec.kind is case.kind
+    assert kind_in(case.folder) is kind_of_task(case.spec.task) is case.kind
     slo = parse_any_slo(case.spec, [SLO[case.kind]], None)
     assert max(slo.limits_ms.values()) in (2000.0, 20000.0)
     checks = case.pipeline.check_files()

@@ -57,7 +57,7 @@ _UNSUPPORTED = {
 
 
 def read_generation_context(
-    repository: Path, pipeline: str, options: DeployOptions, _reports: Path
+    repository: Path, pipeline: str, options: DeployOptions
 ) -> DeploymentContext:
     """Return the context of a pipeline that generates text, without measurements.
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -14,28 +13,6 @@ from triptych.deploy.options import DeployOptions
 from triptych.repository.lint.checks import find_known_defects
 from triptych.repository.manifest import kind_of_build
 from triptych.spec.kind import Kind
-
-
-@dataclass(frozen=True)
-class DeployedKind:
-    """Functions that deploy pipelines of one kind.
-
-    Attributes:
-        context: Returns the deployment context; arguments as for `make_manifests`.
-        known: Returns the facts that manifests are checked with; arguments as for `known_of`.
-    """
-
-    context: Callable[[Path, str, DeployOptions, Path], DeploymentContext]
-    known: Callable[[Path, str, Path], Known]
-
-
-KINDS: Mapping[Kind, DeployedKind] = {
-    Kind.ENCODER: DeployedKind(read_context, known_encoder),
-    Kind.MODEL: DeployedKind(read_context, known_encoder),
-    Kind.TEXT_GENERATION: DeployedKind(read_generation_context, known_generating),
-    Kind.TEXT2TEXT: DeployedKind(read_generation_context, known_generating),
-}
-"""The only place in this package that chooses by `Kind`."""
 
 
 def make_manifests(
@@ -53,12 +30,21 @@ def make_manifests(
     Raises:
         UserError: The pipeline cannot be deployed with these options.
     """
-    kind = KINDS[kind_of_build(repository, pipeline)]
-    context = kind.context(repository, pipeline, options, reports)
+    context = _read_context(repository, pipeline, options, reports)
     target = import_module(f"triptych.deploy.{options.target}")
     manifests: Manifests = target.make_files(context)
     defects = find_known_defects(repository, context.options.triton)
     return replace(manifests, known_defects=defects, assumptions=context.assumptions)
+
+
+def _read_context(
+    repository: Path, pipeline: str, options: DeployOptions, reports: Path
+) -> DeploymentContext:
+    match kind_of_build(repository, pipeline):
+        case Kind.ENCODER | Kind.MODEL:
+            return read_context(repository, pipeline, options, reports)
+        case Kind.TEXT_GENERATION | Kind.TEXT2TEXT:
+            return read_generation_context(repository, pipeline, options)
 
 
 def known_of(repository: Path, pipeline: str, reports: Path) -> Known:
@@ -67,4 +53,8 @@ def known_of(repository: Path, pipeline: str, reports: Path) -> Known:
     Raises:
         UserError: The pipeline is not built, or the result of its `bench` cannot be read.
     """
-    return KINDS[kind_of_build(repository, pipeline)].known(repository, pipeline, reports)
+    match kind_of_build(repository, pipeline):
+        case Kind.ENCODER | Kind.MODEL:
+            return known_encoder(repository, pipeline, reports)
+        case Kind.TEXT_GENERATION | Kind.TEXT2TEXT:
+            return known_generating(repository, pipeline)

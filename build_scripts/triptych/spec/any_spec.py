@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +21,13 @@ from triptych.spec.spec import PipelineSpec, load_spec, task_of
 AnySpec = CompiledSpec | TextSpec
 
 
-@dataclass(frozen=True)
-class SpecReader:
-    """Reader of the specs of one kind.
-
-    Attributes:
-        model: Class of the specs.
-        load: Reads the spec in a pipeline's folder; arguments as `load_any_spec`.
-        parse_slo: Reads an SLO; arguments as `parse_any_slo`, with the SLO of the spec last.
-    """
-
-    model: type[AnySpec]
-    load: Callable[..., AnySpec]
-    parse_slo: Callable[[Sequence[str], float | None, Any], AnySlo]
-
-
-READERS: Mapping[Kind, SpecReader] = {
-    Kind.ENCODER: SpecReader(PipelineSpec, load_spec, parse_slo),
-    Kind.TEXT_GENERATION: SpecReader(GenerationSpec, load_generation_spec, parse_generation_slo),
-    Kind.TEXT2TEXT: SpecReader(Text2TextSpec, load_text2text_spec, parse_generation_slo),
-    Kind.MODEL: SpecReader(ModelSpec, load_model_spec, parse_slo),
+SPECS: Mapping[Kind, type[AnySpec]] = {
+    Kind.ENCODER: PipelineSpec,
+    Kind.MODEL: ModelSpec,
+    Kind.TEXT_GENERATION: GenerationSpec,
+    Kind.TEXT2TEXT: Text2TextSpec,
 }
+"""Class of the specs of each kind."""
 
 
 def kind_in(folder: Path) -> Kind:
@@ -65,7 +50,13 @@ def load_any_spec(folder: Path, overrides: Sequence[str] = (), *, untuned: bool 
     Raises:
         UserError: See `load_spec`.
     """
-    return READERS[kind_in(folder)].load(folder, overrides, untuned=untuned)
+    match kind_in(folder):
+        case Kind.ENCODER | Kind.MODEL:
+            return load_compiled(folder, overrides, untuned=untuned)
+        case Kind.TEXT_GENERATION:
+            return load_generation_spec(folder, overrides, untuned=untuned)
+        case Kind.TEXT2TEXT:
+            return load_text2text_spec(folder, overrides)
 
 
 def load_compiled(
@@ -90,4 +81,8 @@ def parse_any_slo(spec: AnySpec, limits: Sequence[str], throughput: float | None
     Raises:
         UserError: A limit does not apply to pipelines of this kind.
     """
-    return READERS[spec.kind].parse_slo(limits, throughput, spec.serving.slo)
+    match spec:
+        case PipelineSpec() | ModelSpec():
+            return parse_slo(limits, throughput, spec.serving.slo)
+        case GenerationSpec() | Text2TextSpec():
+            return parse_generation_slo(limits, throughput, spec.serving.slo)

@@ -22,7 +22,6 @@ from triptych.runtime.sampling_parameters import (
     find_fault,
 )
 from triptych.spec.fields import ConfigTexts, Positive, PriorityLevels, Versions, check_release
-from triptych.spec.kind import Kind
 from triptych.spec.slo import GenerationSlo
 from triptych.spec.spec import load_as
 from triptych.spec.tuned import TUNABLE_GENERATION, read_tuned
@@ -248,10 +247,6 @@ class GenerationSpec(GeneratingSpec):
         return tuple(self.adapters)
 
     @property
-    def kind(self) -> Kind:
-        return Kind.TEXT_GENERATION
-
-    @property
     def has_kv_cache(self) -> bool:
         return True
 
@@ -373,10 +368,6 @@ class Text2TextSpec(GeneratingSpec):
     core: Text2TextCore = Text2TextCore()
 
     @property
-    def kind(self) -> Kind:
-        return Kind.TEXT2TEXT
-
-    @property
     def own_parameters(self) -> dict[str, Any]:
         # Of a summary or a translation, the most likely one is wanted.
         return {"temperature": 0.0, **self.parameters}
@@ -386,12 +377,8 @@ TextSpec = GenerationSpec | Text2TextSpec
 """Spec of a pipeline that generates text."""
 
 
-def load_text2text_spec(
-    folder: Path, overrides: Sequence[str] = (), *, untuned: bool = False
-) -> Text2TextSpec:
+def load_text2text_spec(folder: Path, overrides: Sequence[str] = ()) -> Text2TextSpec:
     """Read ``folder/pipeline.yaml``, then the overrides.
-
-    `untuned` has no effect: no field of such a pipeline can be tuned.
 
     Raises:
         UserError: The file is missing or not YAML, a key is unknown or a value out of range.

@@ -1,4 +1,4 @@
-"""The kinds of pipeline. A layer that treats kinds differently has one table, keyed by `Kind`."""
+"""The kinds of pipeline. A layer that treats kinds differently has one `match` of them."""
 
 from __future__ import annotations
 

@@ -19,7 +19,6 @@ from triptych.base.errors import UserError
 from triptych.base.tensors import DType, Tensor
 from triptych.models.fields import Frozen
 from triptych.spec.fields import Accuracy, CoreSettings, Distance, Positive, Serving
-from triptych.spec.kind import Kind
 from triptych.spec.spec import PipelineSpec, load_tunable
 from triptych.tasks.task import Rule
 
@@ -324,10 +323,6 @@ class ModelSpec(BaseModel):
     core: CoreSettings = CoreSettings()
     serving: Serving = Serving()
     accuracy: Accuracy = Accuracy()
-
-    @property
-    def kind(self) -> Kind:
-        return Kind.MODEL
 
     @property
     def makes_outputs(self) -> bool:

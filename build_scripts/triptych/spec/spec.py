@@ -83,10 +83,6 @@ class PipelineSpec(BaseModel):
     accuracy: Accuracy = Accuracy()
 
     @property
-    def kind(self) -> Kind:
-        return Kind.ENCODER
-
-    @property
     def core_name(self) -> str:
         """Name of its own core in Triton without its ending."""
         return self.name

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -23,7 +23,6 @@ from triptych.building.generation.text2text import Text2TextInputs, without_advi
 from triptych.building.generation.weights import load_model
 from triptych.core.export.model_checks import check_unused
 from triptych.models.tokenizer import load_tokenizer
-from triptych.spec.kind import Kind
 
 TOKENS = 24
 """Maximum number of tokens in an answer of the reference."""
@@ -111,9 +110,10 @@ def _of_one_model(
     most: int,
 ) -> list[Reference]:
     stops = list(inputs.model.info.stop_token_ids)
+    tokens = [answer_tokens(inputs, one, most) for one in prompts]
     asked = [
-        {"sent": one.sent, "ids": one.ids, "tokens": answer_tokens(inputs, one, most)}
-        for one in prompts
+        {"sent": one.sent, "ids": one.ids, "tokens": longest}
+        for one, longest in zip(prompts, tokens, strict=True)
     ]
     key = {
         "model": inputs.model.info.sha256,
@@ -133,8 +133,7 @@ def _of_one_model(
     def work(target: Path) -> None:
         merged = "" if adapter is None else f", adapter {adapter.name} merged"
         progress("gate", f"{len(prompts)} prompts through transformers in fp32{merged} ...")
-        tokens = [one["tokens"] for one in asked]
-        found = ORIGINALS[inputs.spec.kind].answer(inputs, adapter, prompts, tokens)
+        found = _answers(inputs, adapter, prompts, tokens)
         (target / _RESULT).write_text(json.dumps([asdict(one) for one in found]), encoding="utf-8")
 
     stage = cached_stage("generation-reference", key, work, progress)
@@ -149,7 +148,27 @@ def weigh(
     got: Sequence[Sequence[int]],
 ) -> tuple[Reference, ...]:
     """Return the reference answers with the margins of the search that made the answers `got`."""
-    return ORIGINALS[inputs.spec.kind].weigh(inputs, prompts, wanted, got)
+    match inputs:
+        case Text2TextInputs():
+            return _weigh_searches(inputs, prompts, wanted, got)
+        case _:
+            return wanted
+
+
+def _answers(
+    inputs: GeneratingInputs,
+    adapter: Adapter | None,
+    prompts: Sequence[Prompt],
+    tokens: Sequence[int],
+) -> list[Reference]:
+    """Return the answers of the original model, of at most so many tokens each."""
+    match inputs:
+        case GenerationInputs():
+            return _continue_prompts(inputs, adapter, prompts, tokens)
+        case Text2TextInputs():
+            return _answer_texts(inputs, prompts, tokens)
+        case _:
+            raise TypeError(type(inputs).__name__)
 
 
 def _continue_prompts(
@@ -307,10 +326,7 @@ class Text2TextReference:
 
 
 def _answer_texts(
-    inputs: Text2TextInputs,
-    _adapter: None,
-    prompts: Sequence[Prompt],
-    tokens: Sequence[int],
+    inputs: Text2TextInputs, prompts: Sequence[Prompt], tokens: Sequence[int]
 ) -> list[Reference]:
     model = Text2TextReference(inputs)
     return [model.answer(one, most) for one, most in zip(prompts, tokens, strict=True)]
@@ -341,32 +357,3 @@ def _weigh_searches(
         replace(one, margins=(likelier(prompt, one, ids),) * len(one.ids))
         for prompt, one, ids in zip(prompts, wanted, got, strict=True)
     )
-
-
-def _keep_margins(
-    _inputs: GenerationInputs,
-    _prompts: Sequence[Prompt],
-    wanted: tuple[Reference, ...],
-    _got: Sequence[Sequence[int]],
-) -> tuple[Reference, ...]:
-    return wanted
-
-
-@dataclass(frozen=True)
-class Original:
-    """Functions that run the original models of one kind of pipeline.
-
-    Attributes:
-        answer: Function that answers prompts. Its arguments are the inputs, an adapter or None, the
-            prompts, and the maximum number of tokens of each answer.
-        weigh: See `weigh`.
-    """
-
-    answer: Callable[..., list[Reference]]
-    weigh: Callable[..., tuple[Reference, ...]]
-
-
-ORIGINALS: Mapping[Kind, Original] = {
-    Kind.TEXT_GENERATION: Original(_continue_prompts, _keep_margins),
-    Kind.TEXT2TEXT: Original(_answer_texts, _weigh_searches),
-}

@@ -351,7 +351,7 @@ def known_encoder(repository: Path, pipeline: str, reports: Path) -> Known:
     )
 
 
-def known_generating(repository: Path, pipeline: str, _reports: Path) -> Known:
+def known_generating(repository: Path, pipeline: str) -> Known:
     """Return the facts about a pipeline that generates text; see `targets.known_of`."""
     spec = read_manifest(repository, pipeline, TextManifest).spec
     shared_mib = generation_shm_mib(repository, spec)

@@ -72,7 +72,7 @@ def list_fields(
 ) -> None:
     """List the fields of pipeline.yaml with their values and meaning."""
     from triptych.base.errors import UserError, closest
-    from triptych.spec.any_spec import READERS
+    from triptych.spec.any_spec import SPECS
     from triptych.spec.field_table import describe_fields
     from triptych.spec.kind import MODEL, kind_of_task
     from triptych.spec.scaffold import tasks
@@ -85,7 +85,7 @@ def list_fields(
             given=task,
             remedy=f"{closest(task, known)}Name the `task` of pipeline.yaml",
         )
-    every = list(describe_fields(READERS[kind_of_task(task)].model))
+    every = list(describe_fields(SPECS[kind_of_task(task)]))
     found = [each for each in every if not field or f"{each.name}.".startswith(f"{field}.")]
     if not found:
         raise UserError(
