@@ -2,7 +2,7 @@
 
 A small classifier, MiniLM's embeddings and first layer with a random head, is built once for each
 fault. The fault is put into its repository, and a real server samples every row. ``--drift`` sends
-other traffic, follows the advice and measures both builds.
+other traffic, puts it into the pipeline's traffic, and measures both builds.
 
 Usage: ``python build_scripts/benchmarks/monitoring.py [--drift] [--rows 400] [--looks 200]``.
 """
@@ -32,12 +32,11 @@ from triptych.building.compiled import CompiledStages
 from triptych.building.stages import BuildOptions
 from triptych.client import Client
 from triptych.core.inputs import PipelineInputs, read_inputs
-from triptych.operate.monitor.apply import take_rows
 from triptych.operate.monitor.results import MonitorRun
 from triptych.operate.monitor.run import run_monitor
 from triptych.operate.monitor.sample import TrafficSample, read_sample
 from triptych.operate.monitor.scores import SequentialEvidence
-from triptych.operate.tune.drift import format_drift
+from triptych.operate.monitor.traffic import take_rows
 from triptych.runtime.sampling import FOLDER_VARIABLE, list_files
 from triptych.serving.server import Server
 from triptych.spec.spec import load_spec
@@ -60,15 +59,15 @@ _DROP_LAST_WORD = (
 
 
 def main() -> int:
-    """Measure the faults and false alarms, or with ``--drift`` what the advice achieves."""
+    """Measure the faults and false alarms, or with ``--drift`` a build for other traffic."""
     title = "Faults that monitoring detects"
     parser = make_parser(__doc__, "monitoring", title, rounds=7, seconds=3.0)
     parser.add_argument("--rows", type=int, default=400, help="sampled rows for each fault")
     parser.add_argument("--looks", type=int, default=200, help="runs on a correct build")
-    parser.add_argument("--drift", action="store_true", help="send other traffic, follow advice")
+    parser.add_argument("--drift", action="store_true", help="send other traffic, build with it")
     parser.add_argument("--fp32", action="store_true", help="leave out int8, which takes longest")
     if parser.parse_known_args()[0].drift:
-        title = "Drift and its advice"
+        title = "Drift of traffic"
         parser.set_defaults(output=CACHE / "drift.json", name="drift", title=title)
     options = parser.parse_args()
     shutil.rmtree(_FOLDER, ignore_errors=True)
@@ -200,7 +199,7 @@ def _make_row(fault: str, run: MonitorRun) -> tuple[str, ...]:
 
 
 def _measure_drift(options: argparse.Namespace) -> tuple[list[Table], list[str]]:
-    """Send three other kinds of traffic; follow the advice for long texts and measure it."""
+    """Send three other kinds of traffic; build with the long texts and measure that build."""
     inputs = _build(_DRIFTING, "fp32", layout="bucketed")
     texts, rng = traffic_texts()[:_TRAFFIC_ROWS], random.Random(5)
     long = [" ".join(rng.choices(texts, k=5)) for _ in range(_DRIFT_ROWS)]
@@ -221,11 +220,7 @@ def _measure_drift(options: argparse.Namespace) -> tuple[list[Table], list[str]]
             sample = _send(url, _DRIFTING, sent, known)
             known |= set(sample.known)
             rows.append((kind, "; ".join(_monitor(inputs, sample).drifts) or "none"))
-    change = take_rows(inputs, sample, replace=True, max_rows=_DRIFT_ROWS)
-    notes = []
-    if change.drift is not None:
-        advice = " ".join(line.strip() for line, _ in format_drift(change.drift))
-        notes.append(f"advice: {advice}".replace(f"{_FOLDER}/", ""))
+    take_rows(inputs, sample, replace=True, max_rows=_DRIFT_ROWS)
     again = _FOLDER / "again"
     again_options = BuildOptions(repository=again, progress=quiet, engine_dry_run=False)
     build(CompiledStages(), read_inputs(load_spec(_FOLDER / _DRIFTING), quiet), again_options)
@@ -236,11 +231,11 @@ def _measure_drift(options: argparse.Namespace) -> tuple[list[Table], list[str]]
             measure = partial(measure_cost, server.grpc_url, server.pid, _DRIFTING, long, **load)
             return Turn(name, lambda: [("", measure())])
 
-        turns = [make_turn("before the advice", old), make_turn("after the advice", new)]
+        turns = [make_turn("built before", old), make_turn("built with them", new)]
         found = run_rounds([turns], options.rounds, max_minutes=options.max_minutes)
     before, after = ([server_core_ms(each) for each in one.rounds] for one in found)
     ratios = [f"{b / a:.2f}" for a, b in zip(before, after, strict=True)]
-    notes.append(f"core-ms after by before, round by round: {', '.join(ratios)}")
+    notes = [f"core-ms after by before, round by round: {', '.join(ratios)}"]
     columns: dict[str, Callable[[Series], str]] = {
         "build": lambda one: one.system,
         "core-ms per text": lambda one: f"{median(map(server_core_ms, one.rounds)):.2f}",

@@ -93,7 +93,6 @@ def test_help_is_as_wide_as_the_terminal_and_names_values_by_words(
         "<send|skip|refuse>",
     }
     assert "--image PATH" in screens["infer"]
-    assert "  files...  File" in screens["drift"]
 
 
 def test_new_lists_the_tasks(tmp_path: Path) -> None:

@@ -1,34 +1,27 @@
-"""Tuning's numbers: scores and their comparison, settings that are tried, and the capacity."""
+"""Tuning's numbers: scores and their comparison, and the settings that are tried."""
 
-import json
 import random
 from collections import Counter
 from dataclasses import replace
 from math import exp
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from load_samples import bench
 from load_samples import point as sample_point
-from triptych.base.errors import UserError
-from triptych.interface.report.bench import write_bench_report
 from triptych.operate.tune.fields import FIELDS, Observation, Proposal
 from triptych.operate.tune.objective import CLIENTS, LoadFailed, ThroughputObjective
-from triptych.operate.tune.proposal import MeasuredLoad, estimate_capacity, read_measured_load
 from triptych.operate.tune.results import LOOKS, compare_scores, format_scores
 from triptych.operate.tune.tune import measured_costs
 from triptych.serving.bench.results import Measurement
 from triptych.spec.slo import Slo
 from triptych.spec.spec import PipelineSpec
 from triptych.spec.tuned import TUNABLE
-from tune_cases import SEARCH, evidence, measurement, point, step
+from tune_cases import evidence, measurement, step
 
 TRIALS = 400
 MAX_ERRORS = 29
 """Number of wrong verdicts that 5 % of `TRIALS` exceed with a probability of 2 %."""
-MEASURED = MeasuredLoad.of((), SEARCH, Slo())
 
 
 def test_a_clear_gain_or_loss_takes_three_rounds_and_noise_more() -> None:
@@ -153,52 +146,6 @@ def test_a_field_is_tried_where_what_was_seen_speaks_for_it() -> None:
     waiting.plan.spec = PipelineSpec.model_validate(spec)
     found = found_for(DELAY, waiting)
     assert (found.values, found.others) == ((0, 100), (800,))
-
-
-def test_more_work_stretches_rate_and_time() -> None:
-    assert MEASURED.core_share == pytest.approx(0.9)  # of the busy time
-    assert (MEASURED.highest_per_s, MEASURED.slo) == (200.0, SEARCH.slo)
-    busy = replace(MEASURED, core_share=1.0)
-    for measured, work, rate_per_s, highest_per_s, p99_us, holds in (
-        (MEASURED, 1.0, 100.0, 200.0, 20_000, True),
-        (MEASURED, 1.0, 201.0, 200.0, 53_000, False),
-        (MEASURED, 1.0, None, 200.0, None, None),
-        # As 100/s before, twice as long: 40 ms. The limit of 50 ms is met up to 25 ms: 116.7/s.
-        (busy, 2.0, 50.0, 116.67 / 2, 40_000, True),
-        (busy, 2.0, 60.0, 116.67 / 2, 52_000, False),
-        (busy, 2.0, 200.0, 116.67 / 2, None, False),
-        (busy, 100.0, 1.0, 0.0, 2_000_000, False),
-    ):
-        found = estimate_capacity(measured, work, rate_per_s)
-        assert (found.work, found.holds) == (work, holds), found
-        assert found.highest_per_s == pytest.approx(highest_per_s, rel=0.01), found
-        assert (found.p99_us or 0) == pytest.approx(p99_us or 0, rel=0.01), found
-
-
-def test_a_closed_loop_alone_gives_the_throughput() -> None:
-    measured = MeasuredLoad.of((point(80, 10), point(120, 30)), None, Slo(throughput=100.0))
-    found = estimate_capacity(measured, 2.0, None)
-    assert (found.highest_before_per_s, found.p99_us) == (120.0, None)
-    assert found.highest_per_s == pytest.approx(120 / 1.9)
-    assert estimate_capacity(measured, 2.0, 50.0).holds is False  # what is promised is more
-    assert estimate_capacity(replace(measured, slo=Slo()), 2.0, 50.0).holds is True
-    # A server that answered nothing has no latency.
-    broken = replace(SEARCH, points=(*SEARCH.points, point(400, float("nan"))))
-    assert len(MeasuredLoad.of((), broken, Slo()).points) == 4
-
-
-def test_the_last_report_tells_what_was_measured(tmp_path: Path) -> None:
-    assert read_measured_load(tmp_path) is None
-    result = bench()
-    write_bench_report(result, tmp_path / "bench")
-    found = MeasuredLoad.of(result.points, result.rate, result.slo, result.subject)
-    assert read_measured_load(tmp_path) == found
-    lengths, padding = result.subject.lengths, result.subject.padding
-    tokens = sum(length * rows for length, rows in lengths.items()) / sum(lengths.values())
-    assert found.row_tokens == pytest.approx(tokens / (1 - padding))
-    (tmp_path / "bench/bench.json").write_text(json.dumps({"points": 3}), encoding="utf-8")
-    with pytest.raises(UserError, match="must be a result of bench or tune"):
-        read_measured_load(tmp_path)
 
 
 def test_costs_of_the_python_steps_are_those_at_the_highest_rate() -> None:

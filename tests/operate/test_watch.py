@@ -7,8 +7,10 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from math import exp
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,12 @@ from load_samples import measurement
 from monitor_cases import NEEDED, RIGHT, WRONG, answers, look, replayed, rounds
 from triptych.base.errors import UserError
 from triptych.interface.report.monitor import write_shadow_report
-from triptych.operate.monitor.findings import compare_distributions, main_script
+from triptych.operate.monitor.findings import (
+    compare_distributions,
+    compare_lengths,
+    find_drifts,
+    main_script,
+)
 from triptych.operate.monitor.metrics import metrics_text
 from triptych.operate.monitor.results import (
     RUN_FOLDER,
@@ -37,6 +44,7 @@ from triptych.operate.monitor.shadow import FIRST_ROUNDS, measure_in_turns
 from triptych.operate.monitor.shadow_verdict import compare_speeds, judge
 from triptych.runtime.sampling import write_file
 from triptych.serving.bench.results import Measurement
+from triptych.spec.traffic import Lengths
 
 RUNS = 60
 MAX_ERRORS = 6
@@ -102,6 +110,41 @@ def test_a_mix_has_moved_where_chance_cannot_explain_it() -> None:
     assert compare_distributions("labels", ["a"] * 9, ["a"]) is not None
     for text, script in (("wo ist es", "LATIN"), ("где это", "CYRILLIC"), ("12", "(none)")):
         assert main_script({"text": text}) == script
+
+
+def draw_lengths(mean: float, rows: int, seed: int) -> Lengths:
+    """Lengths as texts have them: many short ones, a long tail."""
+    chance = random.Random(seed)
+    lengths = [min(256, 3 + int(chance.expovariate(1 / mean))) for _ in range(rows)]
+    return Lengths.of(lengths, max_length=256)
+
+
+def test_lengths_have_moved_where_chance_cannot_explain_it() -> None:
+    def plan_for(lengths: Lengths | None, edges: tuple[int, ...] = ()) -> Any:
+        return SimpleNamespace(lengths=lengths, bucket_edges=edges, max_length=256)
+
+    plan = plan_for(draw_lengths(30, 400, 0))
+    for rows, seed in product((1, 3, 20, 200, 5000), range(1, 9)):
+        same = compare_lengths(plan, draw_lengths(30, rows, seed))
+        assert same is not None
+        assert not same.drifted, (rows, seed)
+        assert not [*find_drifts(same, ())]
+    for mean in (12, 80):
+        found = compare_lengths(plan, draw_lengths(mean, 300, 1))
+        assert found is not None
+        assert found.drifted
+        assert found.computed == pytest.approx(found.now.mean / found.before.mean)
+        (told,) = find_drifts(found, ())
+        assert f"{found.computed:.2f} times the tokens computed" in told
+    # Rows of 15 tokens are padded to 20 and those of 25 to 40.
+    old, new = (Lengths.of(each, max_length=256) for each in ([10, 20] * 9, [15, 25] * 9))
+    padded = compare_lengths(plan_for(old, (10, 20, 40, 256)), new)
+    assert padded is not None
+    assert (padded.computed, padded.distance, padded.drifted) == (2.0, 0.5, False)
+    cut = compare_lengths(plan, Lengths.of([900] * 40, max_length=256))
+    assert cut is not None
+    assert (cut.now.at_limit, cut.now.p99) == (1.0, 256)
+    assert compare_lengths(plan_for(None), new) is None  # images
 
 
 def record(**fields: Any) -> bytes:

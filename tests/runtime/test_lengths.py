@@ -16,8 +16,6 @@ from conftest import LAYOUTS, TRAFFIC_ROWS, quiet, traffic_texts
 from triptych.client import Client, InvalidRequestError
 from triptych.container.supervisor import step_processes
 from triptych.core.inputs import read_inputs
-from triptych.operate.tune.drift import check_drift
-from triptych.operate.tune.new_traffic import count_page
 from triptych.repository.render import batch_tokens, make_token_bounds
 from triptych.runtime.bucketing import choose_padded_lengths, widen_rows
 from triptych.runtime.counters import FLUSH_S, RowTokens
@@ -70,7 +68,6 @@ def test_instances_count_the_rows_they_answer_and_lose_none_when_they_end(
     assert plan.lengths is not None
     names = list(step_processes(server.pid).values())
     assert names.count(f"{pipeline}_preprocess") == 2
-    before = fetch_metrics(server.metrics_url)
     zeros = counters(server, pipeline)
     bounds = [int(bound) for bound in zeros if bound.isdecimal()]
     assert zeros == expected([], bounds)
@@ -88,10 +85,7 @@ def test_instances_count_the_rows_they_answer_and_lose_none_when_they_end(
     sent = [tokens for tokens, rows in plan.lengths.counts.items() for _ in range(rows)]
     wanted = expected([*sent, 5, 3, 256], bounds)
     wait_until(lambda: counters(server, pipeline) == wanted, "the counts of all rows")
-    found = count_page(plan, fetch_metrics(server.metrics_url), "page", before=before)
-    drift = check_drift(inputs, found)
-    assert set(plan.bucket_edges) <= set(found.edges)
-    assert (drift.drifted, drift.action) == (False, "keep")
+    assert set(plan.bucket_edges) <= set(bounds)
 
 
 def test_a_batch_flushes_what_has_waited(monkeypatch: pytest.MonkeyPatch) -> None:

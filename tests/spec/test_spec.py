@@ -18,7 +18,6 @@ from triptych.spec.tuned import (
     Tuned,
     describe_tuned,
     read_tuned,
-    tuned_text,
     write_tuned,
 )
 from triptych.tasks.catalog import find_task
@@ -142,10 +141,6 @@ def test_what_is_written_is_read_and_wins_over_the_spec(folder: Path) -> None:
     for other in (load_spec(folder, untuned=True), load_spec(folder, tuned={})):
         assert (other.core.max_batch_size, other.core.layout) == (16, "packed")
     assert [p.name for p in folder.iterdir() if p.name.startswith(".")] == []
-    text = tuned_text(folder.name, tuned, spec_file="pipeline.yaml", measured=False)
-    assert "not measured" in text
-    (folder / TUNED_FILE).write_text(text, encoding="utf-8")
-    assert (read_tuned(folder), load_spec(folder)) == (tuned, before)
 
 
 def test_a_pipeline_that_generates_text_is_tuned_alike(tmp_path: Path) -> None:

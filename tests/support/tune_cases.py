@@ -1,7 +1,6 @@
 """Made-up measurements, a pipeline's evidence with them, and searches on made-up scores."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +9,7 @@ from triptych.operate.tune.fields import FIELDS, Observation, Propose
 from triptych.operate.tune.kinds import Setting
 from triptych.operate.tune.objective import ScoredRound
 from triptych.operate.tune.search import Search, TrialCache
-from triptych.serving.bench.results import LoadPoint, Measurement, OfferedLoad, RateSearch, StepUse
-from triptych.spec.slo import Slo
+from triptych.serving.bench.results import Measurement, StepUse
 from triptych.spec.spec import PipelineSpec
 
 
@@ -51,26 +49,6 @@ def evidence(one: Measurement | None = None, cores: int = 2, **fields: Any) -> O
         padding_share=0.1,
     )
     return Observation(plan, one or measurement(100.0), cores, {})
-
-
-def point(rate: float, p99_ms: float) -> LoadPoint:
-    """One round of random arrivals, in which the core has nine tenths of the busy time."""
-    steps = tuple(
-        replace(
-            step(name, busy=None), compute_input_us=0.0, compute_infer_us=us, compute_output_us=0.0
-        )
-        for name, us in (("preprocess", 60.0), ("core", 900.0), ("postprocess", 40.0))
-    )
-    one = measurement(rate, p99_ms * 1e3, steps=steps)
-    return LoadPoint(OfferedLoad("poisson", rate), (one,))
-
-
-SEARCH = RateSearch(
-    slo=Slo(p99_ms=50.0),
-    highest_per_s=200.0,
-    lowest_broken_per_s=250.0,
-    points=(point(50, 10), point(100, 20), point(200, 50), point(250, 200)),
-)
 
 
 class Surface:

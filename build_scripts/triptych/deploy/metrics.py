@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from triptych.operate.tune.new_traffic import ROW_TOKENS
 from triptych.repository.config import HISTOGRAM
 from triptych.runtime.counters import format_bound
 from triptych.runtime.generation_metrics import PREFIX
 
 STEPS = ("preprocess", "core", "postprocess")
+ROW_TOKENS = "triptych_row_tokens"
+"""Prefix of the histogram of the tokens of rows (`runtime.counters.RowTokens`)."""
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _LISTENERS = 'envoy_http_conn_manager_prefix=~"grpc|http"'
 _CLUSTERS = 'envoy_cluster_name=~"triton_grpc|triton_http"'

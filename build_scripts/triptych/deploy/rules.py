@@ -11,7 +11,6 @@ from triptych.base.explained import ExplainedValue
 from triptych.deploy.metrics import GenerationQueries, Metrics, parse_quantile
 from triptych.deploy.numbers import MeasuredReplica
 from triptych.deploy.options import DeployOptions
-from triptych.operate.tune.drift import MIN_LOAD_CHANGE
 from triptych.repository.config import COUNTED_FROM, has_bucket_bound
 from triptych.repository.manifest import EncoderManifest
 from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
@@ -20,6 +19,8 @@ TextSpec = GenerationSpec | Text2TextSpec
 WINDOWS = ("5m", "30m", "1h", "6h", "3d")
 """Windows of the recorded ratios."""
 DRIFT_WINDOW = "6h"
+MIN_LOAD_CHANGE = 1.25
+"""Minimum change of the mean length of rows, as a factor up or down, to tune again."""
 MIN_DRIFT_ROWS = 1000
 """Number of rows that gives the mean length to a few percent."""
 MAX_FAILED_RATIO = 0.01

@@ -45,7 +45,8 @@ TUNABLE_GENERATION = (
 """
 
 _HEAD = """\
-# Written by `triptych {verb}`: {why}. `triptych build {name}` reads it.
+# Written by `triptych tune {name}`: the values that performed best.
+# `triptych build {name}` reads it.
 # Delete this file to use the values of {spec} and the defaults again.
 """
 
@@ -118,19 +119,15 @@ def describe_tuned(folder: Path, tuned: Tuned, *, spec_file: str) -> str:
     return f"{changes} ({TUNED_FILE}; {again})"
 
 
-def tuned_text(pipeline: str, tuned: Tuned, *, spec_file: str, measured: bool = True) -> str:
+def tuned_text(pipeline: str, tuned: Tuned, *, spec_file: str) -> str:
     """Return the content of the file.
 
     Args:
         pipeline: Name of the pipeline.
         tuned: Values and their provenance.
         spec_file: Name of the file of the spec.
-        measured: Whether `tune` measured the values; else monitoring proposed them.
     """
     document = {"set": dict(tuned.overrides), "provenance": dict(tuned.provenance)}
     plain = json.loads(json.dumps(document))
     text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
-    verb, why = f"tune {pipeline}", "the values that performed best"
-    if not measured:
-        verb, why = f"monitor {pipeline} --apply", "values proposed for new traffic, not measured"
-    return _HEAD.format(verb=verb, why=why, name=pipeline, spec=spec_file) + text
+    return _HEAD.format(name=pipeline, spec=spec_file) + text

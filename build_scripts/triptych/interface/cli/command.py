@@ -22,7 +22,7 @@ VERBS = {
     "Build": ("inspect", "build", "engine", "lint", "list", "history", "rollback"),
     "Serve": ("serve", "infer", "ui", "gateway", "key", "doctor"),
     "Measure": ("verify", "bench", "bench-diff", "tune", "shadow"),
-    "Operate": ("deploy", "monitor", "traffic", "drift"),
+    "Operate": ("deploy", "monitor", "traffic"),
 }
 """Verbs in the order of the help, by their group."""
 EXIT_INTERRUPTED = 130

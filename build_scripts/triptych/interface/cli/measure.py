@@ -1,4 +1,4 @@
-"""Verbs that measure load: bench, bench-diff, tune; and drift."""
+"""Verbs that measure load: bench, bench-diff and tune."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ from triptych.interface.cli.options import (
     status,
     write_report,
 )
-from triptych.interface.cli.tables import exit_with_verdict
 
 if TYPE_CHECKING:
     from triptych.serving.bench.comparison import Price
@@ -302,54 +301,3 @@ def tune(
         if result.winner.overrides:
             status.print(f"now run `triptych build {name}`", markup=False)
     raise typer.Exit(0 if result.met else EXIT_FINDINGS)
-
-
-@verb()
-def drift(
-    name: Name,
-    files: Annotated[
-        list[Path],
-        typer.Argument(
-            help="File of new requests (.jsonl), or saved metrics page of the server; an earlier "
-            "and a later page give the requests between them."
-        ),
-    ],
-    folders: Folders,
-    rate: Annotated[
-        float | None, typer.Option(help="Current load in requests/s. Default: unknown.")
-    ] = None,
-    reports: Reports = REPORTS,
-    as_json: Json = False,
-) -> None:
-    """Check whether a build still suits new traffic.
-
-    The exit code is 0 if the build should be kept, and 1 if it should be tuned or built again.
-    """
-    from triptych.building.compiled import read_compiled
-    from triptych.operate.tune.drift import check_drift, format_drift
-    from triptych.operate.tune.new_traffic import read_lengths
-    from triptych.operate.tune.proposal import read_measured_load
-    from triptych.spec.any_spec import kind_in, load_compiled
-    from triptych.spec.kind import Kind
-
-    if len(files) > 2:
-        raise UserError(
-            "FILES",
-            "must be one or two files",
-            given=f"{len(files)} files",
-            remedy="Name a traffic.jsonl, a metrics page, or an earlier and a later metrics page",
-        )
-    if kind_in(folders.pipelines / name) is Kind.TEXT_GENERATION:
-        raise UserError(
-            "NAME",
-            "must be a pipeline that does not generate text",
-            given=name,
-            remedy="Put the new requests into traffic.jsonl and run `triptych tune` again",
-        )
-    inputs = read_compiled(load_compiled(folders.pipelines / name), progress).with_built_layout(
-        folders.repository
-    )
-    new = read_lengths(inputs, files[-1], before=files[0] if len(files) > 1 else None)
-    drift = check_drift(inputs, new, measured=read_measured_load(reports / name), rate_per_s=rate)
-    passed = drift.action == "keep"
-    exit_with_verdict(drift.as_dict(), format_drift(drift), passed=passed, as_json=as_json)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -29,14 +29,11 @@ from triptych.interface.cli.options import (
     progress,
     show_progress,
     sigterm_as_interrupt,
-    status,
     warn,
     write_report,
 )
 from triptych.interface.cli.tables import (
     exit_with_verdict,
-    print_built,
-    print_failed_gate,
     print_lines,
 )
 
@@ -56,78 +53,12 @@ class MonitorOptions:
         typer.Option(min=1, help="Maximum number of rows compared in one run."),
     ] = 2000
     reports: Reports = REPORTS
-    server_count: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Number of servers that wrote the samples, for the requests/s of each. "
-            "Default: unknown.",
-        ),
-    ] = None
     show_texts: Annotated[
         bool,
         typer.Option(
             "--show-texts", help="Show texts and answers of the rows with the largest errors."
         ),
     ] = False
-
-
-def apply_run(
-    result: MonitorRun,
-    folders: Folders,
-    options: MonitorOptions,
-    *,
-    as_json: bool,
-) -> dict[str, Any] | None:
-    """Build and activate the settings that a run proposes; None if it proposes none.
-
-    With `as_json`, standard output is reserved for the JSON result.
-
-    Returns:
-        ``build``, ``replaced`` and more about the new active build, or ``failure`` with the reason
-        why nothing has changed.
-    """
-    from triptych.building.compiled import read_compiled
-    from triptych.core.engine.stage import EngineFailure
-    from triptych.core.gate.cached import GateFailure
-    from triptych.operate.monitor.apply import apply_blocker, apply_proposal, format_applied
-    from triptych.operate.monitor.results import RUN_FOLDER, read_timeline
-    from triptych.operate.monitor.sample import read_files
-    from triptych.repository.lint.checks import LintFailure
-    from triptych.spec.any_spec import load_compiled
-
-    if result.drift is None or result.drift.proposal is None:
-        return None
-    inputs = read_compiled(
-        load_compiled(folders.pipelines / result.pipeline), progress
-    ).with_built_layout(folders.repository)
-    last = read_files(
-        options.samples,
-        result.pipeline,
-        read_timeline(options.reports / result.pipeline / RUN_FOLDER).last,
-    )
-    rows = [row for row in last.rows if row.build == result.build]
-    failure = apply_blocker(inputs, result, rows, folders.repository)
-    if not failure:
-        try:
-            with sigterm_as_interrupt():
-                done = apply_proposal(
-                    inputs, result, rows, folders.repository, progress, max_rows=options.max_rows
-                )
-        except (GateFailure, EngineFailure) as error:
-            print_failed_gate(status, error.gate)
-            failure = str(error)
-        except LintFailure as error:
-            failure = str(error)
-        except UserError as error:
-            failure = error.message
-        else:
-            print_built(status, done.built)
-            for line in format_applied(done):
-                (status if as_json else output).print(line, markup=False)
-            return done.as_dict()
-    status.print(f"not applied, nothing has changed: {failure}", style="red", markup=False)
-    return {"failure": failure}
 
 
 @verb()
@@ -157,17 +88,12 @@ def monitor(
     host: Annotated[
         str, typer.Option(help="Address that the page with gauges listens on.")
     ] = "127.0.0.1",
-    apply: Annotated[
-        bool,
-        typer.Option("--apply", help="Build, check and activate the settings that are proposed."),
-    ] = False,
     as_json: Json = False,
 ) -> None:
     """Compare sampled responses with the original model and detect drift.
 
     Each new row is compared once. The results accumulate in one sequential test per build, so
-    that frequent runs cause no false alarms. If the requests have drifted, new settings are
-    proposed. The exit code is 1 on an alarm or a drift.
+    that frequent runs cause no false alarms. The exit code is 1 on an alarm or a drift.
     """
     from triptych.operate.monitor.results import format_run
 
@@ -181,20 +107,17 @@ def monitor(
         )
 
     def run(page: RunCollector | None) -> bool:
-        """Return whether there is no alarm, or `apply` activated new settings."""
+        """Return whether there is no alarm and no drift."""
         result = _run_once(name, folders, options)
         if textfile is not None:
             _write_gauges(result, textfile)
         if page is not None:
             page.run = result
-        if not as_json:
-            print_lines(format_run(result))
-        applied = None
-        if apply:
-            applied = apply_run(result, folders, options, as_json=as_json)
         if as_json:
-            print_json(result.as_dict() | ({"applied": applied} if apply else {}))
-        return result.passed or (applied is not None and "failure" not in applied)
+            print_json(result.as_dict())
+        else:
+            print_lines(format_run(result))
+        return result.passed
 
     if pause_s is None:
         raise typer.Exit(0 if run(None) else EXIT_FINDINGS)
@@ -232,7 +155,6 @@ def _run_once(name: str, folders: Folders, options: MonitorOptions) -> MonitorRu
     from triptych.operate.monitor.results import RUN_FOLDER, read_timeline
     from triptych.operate.monitor.run import run_monitor
     from triptych.operate.monitor.sample import read_files, read_sample
-    from triptych.operate.tune.proposal import read_measured_load
     from triptych.repository.manifest import build_id
     from triptych.spec.any_spec import load_compiled
 
@@ -252,8 +174,6 @@ def _run_once(name: str, folders: Folders, options: MonitorOptions) -> MonitorRu
             evidence=timeline.evidence_about(build_id(folders.repository, name)),
             max_rows=options.max_rows,
             last=None if sample.rows else read_files(options.samples, name, timeline.last),
-            measured=read_measured_load(options.reports / name),
-            servers=options.server_count,
             show_texts=options.show_texts,
         )
     if result.rows:
@@ -400,11 +320,10 @@ def traffic(
     samples: Samples = SAMPLES,
     as_json: Json = False,
 ) -> None:
-    """Add sampled requests to traffic.jsonl and report drift."""
+    """Add sampled requests to traffic.jsonl."""
     from triptych.building.compiled import read_compiled
-    from triptych.operate.monitor.apply import format_change, take_rows
     from triptych.operate.monitor.sample import read_sample
-    from triptych.operate.tune.drift import format_drift
+    from triptych.operate.monitor.traffic import format_change, take_rows
     from triptych.spec.any_spec import load_compiled
 
     spec = load_compiled(folders.pipelines / name)
@@ -416,5 +335,3 @@ def traffic(
         return
     for line in format_change(change):
         output.print(line, markup=False)
-    if change.drift is not None:
-        print_lines(format_drift(change.drift))

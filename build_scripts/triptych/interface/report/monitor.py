@@ -11,7 +11,6 @@ from triptych.interface.report.pages import render, write_report
 from triptych.interface.report.plots import Dot, Series, curves
 from triptych.operate.monitor.results import TIMELINE_FILE, MonitorRun, Timeline
 from triptych.operate.monitor.shadow_verdict import ReplayComparison, Speed
-from triptych.operate.tune.proposal import format_proposal
 from triptych.repository.records import json_text
 
 
@@ -60,12 +59,9 @@ def format_time(at: float) -> str:
 
 def write_monitor_report(run: MonitorRun, timeline: Timeline, folder: Path) -> Path:
     """Write the report of the last run and the timeline into `folder`; see `write_report`."""
-    drift = run.drift
-    proposed = format_proposal(drift.proposal, drift.rate_per_s) if drift and drift.proposal else ()
     page = render(
         "monitor.html.j2",
         run=run,
-        proposed=[line.strip() for line, _ in proposed],
         runs=timeline.runs,
         past=[
             (format_time(past.at), past.build[:12], past.rows, len(past.alarms), len(past.drifts))

@@ -1,4 +1,5 @@
 """Quality monitoring: compare sampled live answers with the original model, run after run.
 
-Monitoring changes a pipeline and its repository only with ``--apply``, and never a running server.
+Monitoring changes neither the pipeline nor its repository; `traffic` writes sampled rows into the
+pipeline's traffic.
 """

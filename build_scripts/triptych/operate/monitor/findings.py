@@ -10,16 +10,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from triptych.base.cache import sha256_of
 from triptych.base.tensors import TokenRow
 from triptych.core.inputs import PipelineInputs
 from triptych.core.requests import GateRequest
 from triptych.operate.monitor.sample import SampledRow, TrafficSample
 from triptych.operate.monitor.scores import MeanTest
-from triptych.operate.tune.drift import Drift
 from triptych.repository.manifest import EncoderManifest
 from triptych.runtime.hooking import HOOKS_FILE
+from triptych.spec.plan import Plan, bucket_of
 from triptych.spec.spec import SPEC_FILE
+from triptych.spec.traffic import Lengths
 from triptych.spec.tuned import TUNED_FILE
 from triptych.tasks.compare import Outputs, texts
 
@@ -31,6 +35,85 @@ MIN_EXPECTED = 5.0
 
 MAX_LETTERS = 400
 NONE = "(none)"
+
+
+@dataclass(frozen=True)
+class RowLengths:
+    """Summary of the tokens of rows."""
+
+    rows: int
+    mean: float
+    p99: int
+    at_limit: float  # share of rows with the maximum length, which are truncated or just fit
+
+    def __str__(self) -> str:
+        """Return text such as ``28.3 tokens on average (p99 96, 2.0% at the limit)``."""
+        rest = f"(p99 {self.p99}, {self.at_limit:.1%} at the limit)"
+        return f"{self.mean:.1f} tokens on average {rest}"
+
+
+@dataclass(frozen=True)
+class LengthChange:
+    """Lengths of the rows of the build's traffic and of the sample.
+
+    Attributes:
+        computed: Tokens that the core computes for a row, with padding, relative to the build.
+        distance: Largest difference of the two distributions (Kolmogorov-Smirnov), 0 to 1.
+        critical: Distance that two samples of one distribution exceed with a probability of
+            `SIGNIFICANCE`.
+    """
+
+    before: RowLengths
+    now: RowLengths
+    computed: float
+    distance: float
+    critical: float
+
+    @property
+    def drifted(self) -> bool:
+        return self.distance > self.critical
+
+    def __str__(self) -> str:
+        """Return the size of the change as text."""
+        return f"{self.now}, built for {self.before}: {self.computed:.2f} times the tokens computed"
+
+
+def compare_lengths(plan: Plan, now: Lengths) -> LengthChange | None:
+    """Return the change of the lengths since the build; None for rows without lengths."""
+    before = plan.lengths
+    if before is None:
+        return None
+    places = np.array(sorted({*before.counts, *now.counts}))
+    rows = before.rows, now.rows
+    # The formula is for large samples, and conservative for ties and for small samples.
+    scale = math.sqrt(-math.log(SIGNIFICANCE / 2) / 2)
+    return LengthChange(
+        before=_summarize(before, plan.max_length),
+        now=_summarize(now, plan.max_length),
+        computed=_computed_tokens(now, plan) / _computed_tokens(before, plan),
+        distance=float(np.abs(_share_up_to(before, places) - _share_up_to(now, places)).max()),
+        critical=min(1.0, scale * math.sqrt(sum(rows) / math.prod(rows))),
+    )
+
+
+def _summarize(lengths: Lengths, max_length: int) -> RowLengths:
+    at_limit = lengths.counts.get(max_length, 0) / lengths.rows
+    return RowLengths(lengths.rows, lengths.mean, lengths.quantile(0.99), at_limit)
+
+
+def _computed_tokens(lengths: Lengths, plan: Plan) -> float:
+    """Return the mean tokens that the core computes for a row, with padding if there is any."""
+    if not plan.bucket_edges:
+        return max(lengths.mean, 1.0)
+    padded = (bucket_of(length, plan.bucket_edges) * n for length, n in lengths.counts.items())
+    return sum(padded) / lengths.rows
+
+
+def _share_up_to(lengths: Lengths, places: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the share of rows with at most each of some lengths, which are ascending."""
+    counts = np.array([lengths.counts.get(place, 0) for place in places.tolist()])
+    found: NDArray[np.float64] = counts.cumsum() / lengths.rows
+    return found
 
 
 @dataclass(frozen=True)
@@ -137,13 +220,10 @@ class ComparedRow:
 
 
 def find_drifts(
-    drift: Drift | None, distributions: Sequence[CategoryDistribution]
+    lengths: LengthChange | None, distributions: Sequence[CategoryDistribution]
 ) -> Iterator[str]:
-    if drift is not None and (drift.drifted or drift.action != "keep"):
-        yield (
-            f"lengths: {drift.now.mean_tokens:.1f} tokens on average, built for"
-            f" {drift.before.mean_tokens:.1f}; {drift.action}: {drift.reason}"
-        )
+    if lengths is not None and lengths.drifted:
+        yield f"lengths changed: {lengths}"
     for distribution in distributions:
         if distribution.drifted:
             yield f"{distribution.kind}: {distribution.largest}"

@@ -14,9 +14,8 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
 from triptych.base.errors import UserError
-from triptych.operate.monitor.findings import CategoryDistribution
+from triptych.operate.monitor.findings import CategoryDistribution, LengthChange
 from triptych.operate.monitor.scores import MeanTest, MetricValue, SequentialEvidence, is_worse
-from triptych.operate.tune.drift import Drift, format_drift
 from triptych.repository.records import plain_data
 
 
@@ -83,7 +82,7 @@ class MonitorRun:
     tests: tuple[MeanTest, ...]
     groups: tuple[RowGroup, ...]
     worst: tuple[LargeErrorRow, ...]
-    drift: Drift | None
+    lengths: LengthChange | None
     distributions: tuple[CategoryDistribution, ...]
     alarms: tuple[str, ...]
     drifts: tuple[str, ...]
@@ -112,13 +111,20 @@ class MonitorRun:
         more = f": about {rows:,} rows since the build are needed" if None not in needed else ""
         return f"no alarms, no drift; it is not proven yet that the limits are met{more}"
 
+    @property
+    def advice(self) -> str:
+        """Text about what adapts a pipeline to requests that have drifted."""
+        return (
+            f"to adapt the build: triptych traffic {self.pipeline} --replace, "
+            f"triptych tune {self.pipeline}, triptych build {self.pipeline}"
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Return the data for ``--json``; values that are not finite are null."""
-        fields = asdict(replace(self, drift=None, evidence={}))
+        fields = asdict(replace(self, evidence={}))
         del fields["evidence"]
         for fields_of_test, test in zip(fields["tests"], self.tests, strict=True):
             fields_of_test["is_proven"] = test.is_proven
-        fields["drift"] = None if self.drift is None else self.drift.as_dict()
         fields["passed"] = self.passed
         plain: dict[str, Any] = plain_data(fields)
         return plain
@@ -145,16 +151,15 @@ def format_run(run: MonitorRun) -> Iterator[tuple[str, str]]:
         yield f"alarm: {alarm}", "red"
     for drift in run.drifts:
         yield f"drift: {drift}", "yellow"
-    if run.drift is not None and run.drift.proposal is not None:
-        yield f"build the proposal with these rows: triptych monitor {run.pipeline} --apply", ""
+    if run.drifts:
+        yield run.advice, ""
     if run.passed:
         yield run.summary, "green" if run.rows else "yellow"
 
 
 def _format_requests(run: MonitorRun) -> Iterator[tuple[str, str]]:
-    if run.drift is not None:
-        for line, style in format_drift(run.drift):
-            yield f"  {line}", style
+    if run.lengths is not None:
+        yield f"  lengths: {run.lengths}", "yellow" if run.lengths.drifted else ""
     for distribution in run.distributions:
         yield (
             f"  {distribution.kind}: {distribution.largest}",

@@ -19,10 +19,10 @@ from triptych.core.inputs import PipelineInputs
 from triptych.core.reader import RequestReader
 from triptych.core.requests import GateRequest, preview_text
 from triptych.operate.monitor.findings import (
-    SIGNIFICANCE,
     CategoryDistribution,
     ComparedRow,
     compare_distributions,
+    compare_lengths,
     find_alarms,
     find_changed_files,
     find_drifts,
@@ -32,7 +32,6 @@ from triptych.operate.monitor.findings import (
 )
 from triptych.operate.monitor.results import LargeErrorRow, MonitorRun, RowGroup
 from triptych.operate.monitor.sample import (
-    Reader,
     SampledRow,
     TrafficSample,
     answer_requests,
@@ -52,9 +51,6 @@ from triptych.operate.monitor.scores import (
     mean_interval,
     score_rows,
 )
-from triptych.operate.tune.drift import Drift, check_drift
-from triptych.operate.tune.new_traffic import NewTraffic
-from triptych.operate.tune.proposal import MeasuredLoad
 from triptych.repository.manifest import EncoderManifest, build_id, read_manifest
 from triptych.tasks.compare import Outputs
 
@@ -75,8 +71,6 @@ def run_monitor(
     evidence: Mapping[str, SequentialEvidence],
     max_rows: int,
     last: TrafficSample | None = None,
-    measured: MeasuredLoad | None = None,
-    servers: int | None = None,
     show_texts: bool = False,
 ) -> MonitorRun:
     """Compare the sampled rows that the active build answered with the original model.
@@ -88,11 +82,8 @@ def run_monitor(
         progress: Called at each stage.
         evidence: Evidence of the earlier runs of this build, by test.
         max_rows: Maximum number of rows to compare; of more rows, evenly spaced ones are taken.
-        last: Rows of the last run that had some. Drift is computed from them if there are no new
+        last: Rows of the last run that had some. Lengths are compared of them if there are no new
             rows.
-        measured: Result of a load test; None omits the estimates.
-        servers: Number of servers that wrote the sample, to estimate the rate of each; None if
-            unknown.
         show_texts: Whether the rows with the largest error include texts and answers.
 
     Raises:
@@ -129,13 +120,14 @@ def run_monitor(
         for test, allowed in tests.allowed.items()
     }
     accepted = [request for request in requests if request is not None]
-    recent, recent_requests = usable, accepted
+    recent_requests = accepted
     if not usable and last is not None:
         recent = exclude_health_checks(inputs, [row for row in last.rows if row.build == build])
         read_again = read_requests(reader, take_evenly(recent, max_rows))
         recent_requests = [request for request in read_again if request is not None]
-    rate_per_s = None if servers is None else _estimate_rate(inputs, recent, servers)
-    drift = _find_length_drift(inputs, reader, recent_requests, measured, rate_per_s)
+    lengths = None
+    if isinstance(reader, RequestReader) and recent_requests:
+        lengths = compare_lengths(inputs.plan, reader.lengths(recent_requests))
     distributions = tuple(_compare_categories(usual, accepted, rows))
     results = tuple(_summarize_test(test, result) for test, result in updated.items())
     notes = make_notes(
@@ -160,10 +152,10 @@ def run_monitor(
         tests=results,
         groups=tuple(_group_rows(inputs, tests, rows, scores)),
         worst=tuple(_find_worst(rows, scores, show_texts=show_texts)),
-        drift=drift,
+        lengths=lengths,
         distributions=distributions,
         alarms=tuple(find_alarms(results, find_changed_files(repository, manifest), rows)),
-        drifts=tuple(find_drifts(drift, distributions)),
+        drifts=tuple(find_drifts(lengths, distributions)),
         notes=tuple(notes),
         evidence=updated,
     )
@@ -253,34 +245,6 @@ def _find_worst(
             actual = describe_outputs(row.row.answer)
             worst = replace(worst, preview=preview, expected=expected, actual=actual)
         yield worst
-
-
-def _find_length_drift(
-    inputs: PipelineInputs,
-    reader: Reader,
-    requests: Sequence[GateRequest],
-    measured: MeasuredLoad | None,
-    rate_per_s: float | None,
-) -> Drift | None:
-    if not isinstance(reader, RequestReader) or inputs.plan.lengths is None or not requests:
-        return None
-    lengths = reader.lengths(requests)
-    take = f"run triptych traffic {inputs.plan.spec.name} --replace"
-    new = NewTraffic(f"{len(requests)} sampled rows", lengths, lengths.mean, take=take)
-    return check_drift(
-        inputs, new, measured=measured, rate_per_s=rate_per_s, significance=SIGNIFICANCE
-    )
-
-
-def _estimate_rate(
-    inputs: PipelineInputs, rows: Sequence[SampledRow], servers: int
-) -> float | None:
-    """Return the mean number of rows per second and server; None if it cannot be estimated."""
-    times, sampling = [row.at for row in rows], inputs.plan.spec.serving.sample
-    seconds = max(times, default=0.0) - min(times, default=0.0)
-    if sampling is None or seconds <= 0:
-        return None
-    return (len(times) - 1) / seconds / sampling.rate / servers
 
 
 def _compare_categories(

@@ -1,4 +1,4 @@
-"""Find the settings with the highest throughput that meet an SLO, and detect new traffic.
+"""Find the settings with the highest throughput that meet an SLO.
 
 It writes ``tuned.yaml``, and never into a model repository.
 """

@@ -1,0 +1,167 @@
+"""Write sampled rows into a pipeline's traffic."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from triptych.base.errors import UserError
+from triptych.base.files import os_errors_as_user_errors, write_files
+from triptych.core.gate_rows import CALIBRATION_ROWS, split_traffic
+from triptych.core.inputs import PipelineInputs
+from triptych.core.own_reader import OwnReader
+from triptych.core.requests import hash_inputs
+from triptych.operate.monitor.sample import SampledRow, TrafficSample
+from triptych.spec.model_fields import is_own
+from triptych.spec.plan import Plan
+from triptych.spec.traffic import PARAMETERS, TRAFFIC_FILE, read_lines, read_traffic
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TrafficChange:
+    """Change of a traffic file.
+
+    Attributes:
+        file: Path of the file.
+        before: Number of rows before the change.
+        kept: Number of retained rows.
+        added: Number of added rows.
+        doubles: Number of sampled rows that repeat a row of the file or of the sample.
+        gate: Number of rows for the gate, after and before the change.
+        calibration: Number of rows for calibration, after and before the change.
+    """
+
+    file: str
+    before: int
+    kept: int
+    added: int
+    doubles: int
+    gate: tuple[int, int]
+    calibration: tuple[int, int]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the data for ``--json``."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class NewRows:
+    """Lines of the traffic: all old lines, the retained ones, and the added ones."""
+
+    old: list[Line]
+    kept: list[Line]
+    added: list[Line]
+    doubles: int
+
+    @property
+    def text(self) -> str:
+        """Text of the new traffic file."""
+        rows = (*self.kept, *self.added)
+        return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def choose_rows(
+    inputs: PipelineInputs, sampled: Sequence[SampledRow], *, replace: bool, max_rows: int
+) -> NewRows:
+    """Return the rows of ``traffic.jsonl`` with the sample's rows added, or replaced by them.
+
+    Each row occurs once. A hash of each row decides whether the gate or calibration uses it, so old
+    rows keep their use. Of more than `max_rows` new rows, those with the lowest hashes are taken,
+    which amounts to a random choice.
+
+    Raises:
+        UserError: The sample is empty, or the inputs are images.
+    """
+    plan = inputs.plan
+    names = [tensor.name for tensor in plan.task.inputs]
+    if any(tensor.content in ("image", "bytes") for tensor in plan.task.inputs):
+        raise UserError(
+            plan.spec.name,
+            "is only supported for texts and numbers, because a file in the traffic is a path",
+            given="files",
+            remedy="Add files to the traffic by hand",
+        )
+    old = _read_lines(plan, names)
+    if not sampled:
+        raise UserError(
+            plan.spec.name,
+            "has no sampled rows",
+            given="an empty sample",
+            remedy="Serve with serving.sample set, or name the folder with --samples",
+        )
+    key_of: Callable[[Line], str] = partial(_key, names=names)
+    if is_own(plan.spec):
+        key_of = OwnReader(plan.spec, plan.task).key
+    known = {} if replace else {key_of(row): row for row in old}
+    new: dict[str, Line] = {}
+    for sampled_row in sampled:
+        row: Line = {name: sampled_row.inputs[name] for name in names}
+        if sampled_row.parameters:
+            row[PARAMETERS] = dict(sampled_row.parameters)
+        key = key_of(row)
+        if key not in known:
+            new.setdefault(key, row)
+    chosen = set(sorted(new)[:max_rows])
+    added = [row for key, row in new.items() if key in chosen]
+    return NewRows(old, [] if replace else old, added, len(sampled) - len(new))
+
+
+def _read_lines(plan: Plan, names: Sequence[str]) -> list[Line]:
+    """Return the lines of the traffic."""
+    if is_own(plan.spec):
+        lines = read_lines(plan.spec.folder / TRAFFIC_FILE)
+        return [row for _, _, row in lines if row is not None]
+    return [
+        row.inputs | ({PARAMETERS: row.parameters} if row.parameters else {})
+        for row in read_traffic(plan.spec.folder, list(names))
+    ]
+
+
+def take_rows(
+    inputs: PipelineInputs, sample: TrafficSample, *, replace: bool, max_rows: int
+) -> TrafficChange:
+    """Write the sample's rows into ``traffic.jsonl``; see `choose_rows`.
+
+    Raises:
+        UserError: `choose_rows` fails, or the file cannot be written.
+    """
+    folder, names = inputs.plan.spec.folder, [tensor.name for tensor in inputs.plan.task.inputs]
+    chosen = choose_rows(inputs, sample.rows, replace=replace, max_rows=max_rows)
+    with os_errors_as_user_errors(folder):
+        write_files(folder, {TRAFFIC_FILE: chosen.text}, is_private=True)
+    gate, rest = _count_rows(chosen.old, names), _count_rows([*chosen.kept, *chosen.added], names)
+    return TrafficChange(
+        file=str(folder / TRAFFIC_FILE),
+        before=len(chosen.old),
+        kept=len(chosen.kept),
+        added=len(chosen.added),
+        doubles=chosen.doubles,
+        gate=(rest[0], gate[0]),
+        calibration=(rest[1], gate[1]),
+    )
+
+
+def _key(row: Mapping[str, Any], names: list[str]) -> str:
+    return hash_inputs({name: row[name] for name in names})
+
+
+def _count_rows(rows: list[Line], names: list[str]) -> tuple[int, int]:
+    """Return the number of rows for the gate and for calibration, before hooks run."""
+    sent = [{name: row[name] for name in names if name in row} for row in rows]
+    gate, rest = split_traffic(sent)
+    return len(gate), min(len(rest), CALIBRATION_ROWS)
+
+
+def format_change(change: TrafficChange) -> Iterator[str]:
+    """Yield the lines of a change."""
+    yield (
+        f"{change.file}: {change.kept} of {change.before} rows kept, {change.added} added,"
+        f" {change.doubles} sampled rows are duplicates"
+    )
+    for use, (now, before) in (("gate", change.gate), ("calibration", change.calibration)):
+        yield f"  rows for the {use}: {now}, before {before}"
