@@ -16,7 +16,7 @@ from mistakes import check_refused
 from task_models import MODELS
 from tokenizers_of_kinds import SPECIAL, train
 from triptych.base.tensors import TokenRow
-from triptych.core.checkpoint import check_architecture
+from triptych.core.checkpoint import check_architecture, check_rope
 from triptych.core.gate.reference import check_tokens
 from triptych.core.inputs import PipelineInputs, read_inputs
 from triptych.models.fields import EncoderSource
@@ -178,6 +178,30 @@ def test_a_context_before_the_question_is_refused(tmp_path: Path, minilm_folder:
     check_tokens(read_inputs(spec, quiet))
     change(model / "tokenizer_config.json", padding_side="left")
     check_refused(["padding_side in tokenizer_config.json", "left"], read_inputs, spec, quiet)
+
+
+ROPES: tuple[tuple[Content, int | None], ...] = (
+    ({"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 16}, 16),
+    (
+        {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 16}},
+        16,
+    ),
+    ({"rope_parameters": {"all": {"rope_type": "longrope"}}}, None),
+    ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 16}}, None),
+    ({"rope_scaling": None}, None),
+)
+"""Settings of config.json, and the longest text that no other text of a batch changes."""
+
+
+def test_a_rope_type_by_which_texts_change_each_other_is_named(model: Path, tmp_path: Path) -> None:
+    words = ["tokenizer.max_length", "rope type longrope", "Set it to 16"]
+    for number, (settings, longest) in enumerate(ROPES):
+        write(tmp_path / f"{number}/config.json", {"max_position_embeddings": 64, **settings})
+        check_rope(tmp_path / f"{number}", longest or 64)
+        if longest is not None:
+            check_refused(words, check_rope, tmp_path / f"{number}", longest + 1)
+    change(model / "config.json", **ROPES[0][0])
+    check_refused(words, read, tmp_path / "pipeline", model)
 
 
 HEADS = (

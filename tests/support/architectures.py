@@ -45,6 +45,8 @@ DEBERTA = {
     "type_vocab_size": 0,
 }
 DEBERTA_V3 = {**DEBERTA, "position_buckets": 8, "share_att_key": True, "norm_rel_ebd": "layer_norm"}
+QWEN3 = {"num_key_value_heads": 1, "head_dim": 16, "pad_token_id": 5, "eos_token_id": 3}
+DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}
 ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "bert": ("bert", {}),
     "distilbert": (
@@ -70,10 +72,8 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "convbert": ("convbert", {"num_attention_heads": 4}),
     "roformer": ("roformer", {"embedding_size": 32}),
-    "qwen3": (
-        "qwen3",
-        {"num_key_value_heads": 1, "head_dim": 16, "pad_token_id": 5, "eos_token_id": 3},
-    ),
+    "qwen3": ("qwen3", QWEN3),
+    "qwen3-dynamic": ("qwen3", {**QWEN3, **DYNAMIC}),
 }
 """Name in the tests to transformers' name of the model type and settings beside `SIZES`."""
 
@@ -242,6 +242,7 @@ SHARED = [
 """An export takes seconds: tests of lower precision and of TensorRT's parsers have these, too."""
 OTHERS = [
     ("qwen3", "logits", "packed"),
+    ("qwen3-dynamic", "embedding", "packed"),
     ("distilbert", "tokens", "packed"),
     ("distilbert", "token-scores", "bucketed"),
     ("roberta", "mask", "packed"),

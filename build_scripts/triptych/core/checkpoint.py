@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from triptych.base.errors import UserError
 from triptych.base.tensors import TokenRow
 from triptych.core.gate_rows import GateRows
 from triptych.core.reader import RequestReader
 from triptych.models.fields import EncoderSource
+from triptych.models.text import read_json
 
 HEAD = re.compile(r"(For[A-Z]\w*|(With)?LMHeadModel)$")
 """End of the name of a class of transformers with a head."""
@@ -28,6 +31,9 @@ TASKS_OF_HEADS: Mapping[str, str] = {
 
 MASKED = ("ForPreTraining", "WithLMHeadModel", "ForConditionalGeneration")
 """Other heads that predict a masked token in some families, and lack no weight there."""
+
+LONGROPE = ("longrope", "su")
+"""Names of the rope type whose factors depend on the longest text; the second is an older one."""
 
 
 def check_architecture(auto_class: str, architecture: str, model: EncoderSource) -> None:
@@ -48,6 +54,29 @@ def check_architecture(auto_class: str, architecture: str, model: EncoderSource)
         remedy=f"Use task {(fitting or ['text-embedding'])[0]}, or choose a model fine-tuned for "
         "the task. If the class in config.json is wrong, set model.accept_architecture: true",
     )
+
+
+def check_rope(folder: Path, max_length: int) -> None:
+    """Check that no text of up to `max_length` tokens changes the positions of its batch.
+
+    Models with ``longrope`` rotate all texts of a batch by other factors if one of them has more
+    tokens than the texts of the first training.
+    """
+    config: Mapping[str, Any] = read_json(folder / "config.json")
+    found: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    name = "original_max_position_embeddings"
+    for rope in (found, *found.values()):  # of all layers, or of each kind of layer
+        if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type")) not in LONGROPE:
+            continue
+        short = config.get(name) or rope.get(name) or config.get("max_position_embeddings")
+        if short and short < max_length:
+            raise UserError(
+                "tokenizer.max_length",
+                f"is at most {short} ({name} in config.json) for a model with the rope type "
+                "longrope, whose result for a text depends on the longest text of its batch",
+                given=max_length,
+                remedy=f"Set it to {short}, or choose another model",
+            )
 
 
 def check_tokenizer(from_file: RequestReader, gate: GateRows) -> None:

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from triptych.base.errors import Progress, UserError
-from triptych.core.checkpoint import check_architecture, check_tokenizer
+from triptych.core.checkpoint import check_architecture, check_rope, check_tokenizer
 from triptych.core.export.own_graph import RunGraph
 from triptych.core.gate_rows import CALIBRATION_ROWS, GATE_IMAGES, device_rows, gate_rows
 from triptych.core.own_chain import Chain
@@ -35,7 +35,7 @@ from triptych.spec.eval_file import EVAL_FILE, first_rows, read_labels
 from triptych.spec.fields import TRITON_AS_NONE, CoreSettings
 from triptych.spec.model_fields import CompiledSpec, files_of, is_own
 from triptych.spec.own_task import own_task
-from triptych.spec.plan import Layout, Plan, make_plan
+from triptych.spec.plan import Layout, Plan, make_plan, max_length_of
 from triptych.spec.spec import SPEC_FILE, PipelineSpec
 from triptych.spec.traffic import TRAFFIC_FILE, TrafficRow, read_traffic
 from triptych.spec.tuned import Tuned, describe_tuned, read_tuned
@@ -281,6 +281,7 @@ def read_inputs(
     if spec.serving.class_scores:
         task = with_class_scores(task, info)
     _check_max_length(spec, info)
+    check_rope(folder, max_length_of(spec, info, task))
     hooks = _load_hooks(spec, labels_of(task, info), tokenizer)
     images = info.image is not None
     before = getattr(hooks, "before", None)

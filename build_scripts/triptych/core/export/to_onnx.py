@@ -94,6 +94,9 @@ def load_model(folder: Path, auto_class: str) -> Any:
         )
     if isinstance(model, transformers.PreTrainedModel) and hasattr(model.config, "use_cache"):
         model.config.use_cache = False
+    for module in model.modules():
+        if getattr(module, "rope_type", "") == "dynamic":  # differs only beyond the longest text
+            module.rope_type = "default"
     return model
 
 
