@@ -75,7 +75,7 @@ def _read_served(outputs: Mapping[str, Any], row: int) -> list[tuple[Any, float]
     score = float(outputs["score"][row, 0])
     for name in ("label", "token"):
         if name in outputs:
-            return [(outputs[name][row, 0].decode(), score)]
+            return [(outputs[name][row, 0], score)]
     return [(None, score)]
 
 

@@ -141,9 +141,7 @@ def test_models_of_one_step_share_their_arrays(base: Path, server: Any) -> None:
     with Client("cores", server.grpc_url) as client:
         got = client.infer({"features": features}, parameters={"factor": 0.5})
         steps = {step.model: step for step in client.step_statistics()}
-    assert [label.decode() for label in got["label"][:, 0]] == [
-        f"class {best}" for best in second.argmax(axis=1)
-    ]
+    assert got["label"][:, 0].tolist() == [f"class {best}" for best in second.argmax(axis=1)]
     np.testing.assert_allclose(got["total"][:, 0], features.sum(axis=1), rtol=1e-4)
     assert np.abs(got["risk"] - risk - 0.5).max() < 0.1 * np.abs(risk).max()
     assert list(steps) == [
@@ -177,7 +175,7 @@ def test_a_core_is_shared_by_pipelines(base: Path, server: Any) -> None:
         labels = first.infer({"features": features})["label"]
         assert second.infer({"features": features})["label"].tolist() == labels.tolist()
         best = alone.infer({"features": features})["result"].argmax(axis=1)
-    assert [f"class {index}".encode() for index in best] == labels[:, 0].tolist()
+    assert [f"class {index}" for index in best] == labels[:, 0].tolist()
     for shared, message in {
         "cores.risks": "whose core has another model",
         "cores": "Set core.shared_from to cores.vectors, cores.classes, cores.risks",

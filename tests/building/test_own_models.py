@@ -99,7 +99,7 @@ def server(folder: Path) -> Iterator[Any]:
         yield server
 
 
-OBJECTS = {"one": [b"red square"], "two": [b"blue square", b"red square"], "none": []}
+OBJECTS = {"one": ["red square"], "two": ["blue square", "red square"], "none": []}
 """Labels that are found in the samples of the template."""
 
 
@@ -311,10 +311,10 @@ def test_a_module_answers_as_in_torch(folder: Path, server: Any) -> None:
     with Client("levels", server.grpc_url) as client:
         got = client.infer({"features": features, "age": ages, "customer": list("abcdefghi")})
         assert got["best"].ravel().tolist() == best.tolist()
-        assert b"".join(got["customer_id"].ravel()) == b"abcdefghi"
-        assert set(got["level"].ravel()) <= {b"low", b"middle", b"high"}
+        assert "".join(got["customer_id"].ravel()) == "abcdefghi"
+        assert set(got["level"].ravel()) <= {"low", "middle", "high"}
         usual = client.infer({"features": features[:1], "age": [0]})
-        assert usual["customer_id"].tolist() == [[b"unknown"]]
+        assert usual["customer_id"].tolist() == [["unknown"]]
 
 
 def test_a_module_with_a_mistake_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -398,7 +398,7 @@ def test_after_adds_declared_outputs_to_a_built_in_task(folder: Path, server: An
         found = client.infer({"text": ["two words"]})
         size = np.linalg.norm(found["embedding"][0])
         np.testing.assert_allclose(found["size"], [[size]], rtol=1e-5)
-        assert found["first"].tolist() == [[b"1. two"]]
+        assert found["first"].tolist() == [["1. two"]]
     assert not [each for each in check_pipeline(vectors) if each.severity == "error"]
     (vectors / "hooks.py").write_text(ADDING.replace('"size"', '"length"'))
     (wrong,) = [each for each in check_pipeline(vectors) if each.severity == "error"]

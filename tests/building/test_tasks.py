@@ -469,7 +469,7 @@ def same(a: Any, b: Any) -> None:
         assert close(a, b, 1e-5)
         return
     for one, two in zip(a.ravel(), b.ravel(), strict=True):
-        if one[:1] != b"[":
+        if one[:1] != "[":
             assert one == two
             continue
         first, second = json.loads(one), json.loads(two)

@@ -437,7 +437,7 @@ class BrokenByOne:
         if id(texts) in self._broken:
             self._broken.discard(id(texts))
             raise PipelineFailedError("the step is broken")
-        return [{"label": np.array([text.encode()], np.object_)} for text in texts]
+        return [{"label": np.array([text], np.object_)} for text in texts]
 
 
 @pytest.mark.parametrize("bad", [{5}, {0, 1, 9, 31}])

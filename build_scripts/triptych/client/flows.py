@@ -311,7 +311,7 @@ def infer(
     call; None takes the client's own.
 
     Returns:
-        Array [rows, …] by output name, in the order of the rows; BYTES are objects, each `bytes`.
+        Array [rows, …] by output name, in the order of the rows; texts are objects, each `str`.
 
     Raises:
         InferenceError: See its subclasses; `row` is the faulty row, if one is known.

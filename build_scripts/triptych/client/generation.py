@@ -181,7 +181,7 @@ class GenerationState:
         outputs = read_outputs(response.infer_response)
         try:
             texts = {
-                name: outputs[name].reshape(-1)[0].decode()
+                name: outputs[name].reshape(-1)[0]
                 for name in ("text_output", "finish_reason", "usage", "logprobs")
             }
             chunk = Chunk(

@@ -456,16 +456,10 @@ def request_parameter(value: object) -> Parameter | None:
 
 
 def _plain(values: Any, *, single: bool, as_json: bool) -> list[Any]:
-    rows: list[Any] = _decoded(values.tolist()) if values.dtype == object else values.tolist()
+    rows: list[Any] = values.tolist()
     if single:
         rows = [row[0] for row in rows]
     return [_parsed(row) for row in rows] if single and as_json else rows
-
-
-def _decoded(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_decoded(item) for item in value]
-    return value.decode("utf-8", "backslashreplace")
 
 
 def _parsed(text: str) -> Any:

@@ -330,7 +330,7 @@ def answer(
     """
 
     def read_row(_: int, outputs: RowOutputs) -> Answer:
-        span, score = outputs["answer"][0].decode(), outputs["score"].item()
+        span, score = outputs["answer"][0], outputs["score"].item()
         return Answer(span, score, outputs["start"].item(), outputs["end"].item())
 
     return TaskCall(
@@ -395,7 +395,7 @@ def _ranked(
     def read_row(_: int, outputs: RowOutputs) -> list[Named]:
         pairs = zip(outputs[names].tolist(), outputs["score"].tolist(), strict=True)
         # Rows with fewer labels than others end with empty ones.
-        return [make(name.decode(), score) for name, score in pairs if name or score]
+        return [make(name, score) for name, score in pairs if name or score]
 
     return TaskCall(inputs, parameters, (names, "score"), _by_row(read_row), read_row, timeout_s)
 

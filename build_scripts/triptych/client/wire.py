@@ -352,7 +352,8 @@ def _set_parameter(target: Any, name: str, value: object) -> None:
 def read_outputs(response: Any) -> dict[str, NDArray[Any]]:
     """Return the arrays of a ``ModelInferResponse``, each [rows, …].
 
-    They are read-only views of the response. BYTES become arrays of objects, each `bytes`.
+    They are read-only views of the response. BYTES become arrays of objects, each `str`; bytes that
+    are not UTF-8 are escaped with a backslash.
 
     Raises:
         PipelineFailedError: An output has a data type that numpy does not support.
@@ -371,12 +372,12 @@ def read_outputs(response: Any) -> dict[str, NDArray[Any]]:
 
 
 def _read_elements(raw: bytes) -> NDArray[np.object_]:
-    elements: list[bytes] = []
+    elements: list[str] = []
     at = 0
     while at < len(raw):
         start = at + _LENGTH.size
         at = start + _LENGTH.unpack_from(raw, at)[0]
-        elements.append(raw[start:at])
+        elements.append(raw[start:at].decode("utf-8", "backslashreplace"))
     array = np.empty(len(elements), np.object_)
     array[:] = elements
     return array

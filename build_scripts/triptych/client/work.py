@@ -88,7 +88,7 @@ def split_rows(rows: Sequence[int], sizes: Sequence[int], limit: int) -> list[tu
 
 def _fill(array: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
     """Return an array filled up with 0, false or an empty text, as a step does for its rows."""
-    filled = np.full(shape, b"" if array.dtype == np.object_ else 0, array.dtype)
+    filled = np.full(shape, "" if array.dtype == np.object_ else 0, array.dtype)
     filled[tuple(map(slice, array.shape))] = array
     return filled
 

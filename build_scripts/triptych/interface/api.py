@@ -134,25 +134,10 @@ class ServerHandle:
     ) -> Mapping[str, NDArray[Any]]:
         """Return the outputs of a pipeline by name, of shape ``[rows, …]``; texts are str.
 
-        An output of bytes that are no text in UTF-8 stays bytes.
-
         Raises:
             InferenceError: The pipeline rejects the request or fails.
         """
-        outputs = self.client(name).infer(inputs, parameters=parameters)
-        return {output: _decode_texts(array) for output, array in outputs.items()}
-
-
-def _decode_texts(array: NDArray[Any]) -> NDArray[Any]:
-    """Return an array of bytes as one of str, if all are text; other arrays as they are."""
-    if array.dtype.kind != "O":
-        return array
-    texts: NDArray[Any] = array.ravel().copy()
-    try:
-        texts[:] = [element.decode() for element in texts]
-    except UnicodeDecodeError:
-        return array
-    return texts.reshape(array.shape)
+        return self.client(name).infer(inputs, parameters=parameters)
 
 
 def new(

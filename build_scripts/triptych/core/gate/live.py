@@ -369,7 +369,8 @@ def _send(
         request = requests[place]
         inputs = {name: [value] for name, value in request.inputs.items()}
         try:
-            return LiveResponse(client.infer(inputs, parameters=request.parameters))
+            outputs = client.infer(inputs, parameters=request.parameters)
+            return LiveResponse({name: _as_decoded(array) for name, array in outputs.items()})
         except NO_SERVER:
             raise
         except InferenceError as error:
@@ -384,6 +385,14 @@ def _send(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _as_decoded(array: NDArray[Any]) -> NDArray[Any]:
+    """Return an output of a client with texts as the bytes that a decoder makes."""
+    if array.dtype != np.object_:
+        return array
+    encoded: NDArray[Any] = np.frompyfunc(str.encode, 1, 1)(array)
+    return encoded
 
 
 _NOT_FINITE = "answered with NaN or infinity"
