@@ -200,7 +200,8 @@ def test_each_input_has_its_column_or_one_value(toy: Toy, tmp_path: Path) -> Non
     assert done.exit_code == 1
     with (tmp_path / "out.csv").open(newline="") as file:
         seen, lost = csv.DictReader(file)
-    assert json.loads(seen["score"]) == [1.0]
+    assert seen["score"] == "1.0"
+    assert seen["label"].endswith(" 0")
     assert "`image` must be a readable file" in lost["error"]
 
 
@@ -222,6 +223,12 @@ def test_rows_come_from_standard_input_with_parameters_from_a_column(
     assert done.exit_code == 0, done.output
     found = [json.loads(line) for line in out.read_text().splitlines()]
     assert found[1] == {"text": "", "wanted": "1"}
+    out = tmp_path / "out.csv"
+    words[words.index("-o") + 1] = str(out)
+    CliRunner().invoke(app, words, input=b"text,wanted\na,1\nb,2\n")
+    with out.open(newline="") as file:
+        one, two = (row["label"] for row in csv.DictReader(file))
+    assert (one[-2:], len(json.loads(two))) == (" 0", 2)
 
 
 def test_rows_of_jsonl_have_parameters_of_their_own(toy: Toy, tmp_path: Path) -> None:

@@ -218,10 +218,7 @@ def test_a_table_is_decided_by_the_threshold_of_the_request(base: Path, server: 
 @pytest.mark.server
 def test_a_chain_classifies_what_it_detects(base: Path, server: Any) -> None:
     found, folder = _send("chain", base, server)
-    objects = [
-        {label: box for label, box in zip(each["label"], each["box"].tolist(), strict=True)}
-        for each in found
-    ]
+    objects = [dict(zip(each["label"], each["box"].tolist(), strict=True)) for each in found]
     assert objects == [
         {"dotted": [16, 20, 32, 36]},
         {"dotted": [64, 56, 128, 120], "plain": [16, 16, 48, 48]},

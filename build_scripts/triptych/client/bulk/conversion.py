@@ -21,6 +21,7 @@ from triptych.client.bulk.formats import (
     Scan,
     Table,
     Writer,
+    answer_cell,
     cell_of,
     copy_parts,
     encode_cells,
@@ -118,7 +119,8 @@ class DelimitedWriter:
         rows = []
         for row, values in enumerate(self._table.values(chunk)):
             own = [cell_of(plain_value(values.get(name))) for name in self._names]
-            rows.append([*own, *(cell_of(answers[column.output][row]) for column in columns)])
+            results = [answer_cell(column, answers[column.output][row]) for column in columns]
+            rows.append([*own, *results])
         return encode_cells(rows, self._separator)
 
     def pack(self, encoded: Sequence[bytes]) -> bytes:

@@ -440,7 +440,7 @@ class Delimited:
         for row, cells in enumerate(chunk.original):
             # Surplus cells come last, so that they do not shift the results.
             own = (cells + [""] * width)[:width]
-            results = [cell_of(answers[column.output][row]) for column in columns]
+            results = [answer_cell(column, answers[column.output][row]) for column in columns]
             rows.append([*own, *results, *cells[width:]])
         return self._write(rows)
 
@@ -496,6 +496,12 @@ def cell_of(value: Any) -> str:
     if value is None or value == []:
         return ""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def answer_cell(column: AnswerColumn, value: Any) -> str:
+    """Return an answer as the text of a cell; a list of one label or number as this value."""
+    is_one = column.dims != (1,) and isinstance(value, list) and len(value) == 1
+    return cell_of(value[0] if is_one else value)
 
 
 def _open_parquet(path: Path, _encoding: str) -> Table:
