@@ -15,7 +15,7 @@ from triptych.interface.cli.plan_text import describe_plan
 from triptych.repository.config import core_config, parse_config, print_config
 from triptych.repository.config_comments import explain
 from triptych.repository.config_text import GENERATED, check_config_texts, merge_config_text
-from triptych.repository.render import render
+from triptych.repository.render import CoreFiles, StepFiles, render
 from triptych.spec.model_fields import load_model_spec
 from triptych.spec.own_task import own_task
 from triptych.spec.plan import Plan, make_plan
@@ -177,14 +177,9 @@ def test_memory_of_contexts_is_found_anew_where_the_server_can(tmp_path: Path) -
 
 def configs_of(folder: Path, wanted: list[str]) -> dict[str, Any]:
     """File to config, of the pipeline ``a``."""
-    files = render(
-        plan_of(folder, wanted),
-        core_file=folder / "model.onnx",
-        tokenizer_file=None,
-        hooks=None,
-        question={"text": "x"},
-        warm_ups=None,
-    )
+    plan = plan_of(folder, wanted)
+    core = CoreFiles(plan, folder / "model.onnx", None)
+    files = render(plan, [core], StepFiles(), question={"text": "x"})
     texts = {path: text for path, text in files.items() if path.endswith(".pbtxt")}
     return {path: parse_config(text.decode()) for path, text in texts.items() if text}  # type: ignore[union-attr]
 

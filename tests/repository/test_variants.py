@@ -14,7 +14,7 @@ from triptych.container.serving_machine import variants_in
 from triptych.deploy.numbers import count_more
 from triptych.repository.config import parse_config
 from triptych.repository.lint.checks import run_checks
-from triptych.repository.render import Content, render
+from triptych.repository.render import Content, CoreFiles, StepFiles, render
 from triptych.runtime.triton_io import read_settings
 from triptych.spec.plan import make_plan
 from triptych.spec.spec import load_spec
@@ -31,14 +31,7 @@ def files_of(folder: Path, *overrides: str) -> dict[str, Content]:
     spec = load_spec(write_pipeline(place), overrides)
     plan = make_plan(spec, facts(), text_embedding.TASK, {}, LENGTHS)
     graph = folder / "model.onnx"
-    return render(
-        plan,
-        core_file=graph,
-        tokenizer_file=None,
-        hooks=None,
-        question={"text": "a"},
-        warm_ups=folder,
-    )
+    return render(plan, [CoreFiles(plan, graph, folder)], StepFiles(), question={"text": "a"})
 
 
 def text(content: Content) -> str:

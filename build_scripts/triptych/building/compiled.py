@@ -42,12 +42,14 @@ from triptych.repository.manifest import (
     CoreRecord,
     EncoderManifest,
     find_manifest,
-    make_manifest,
     planned_engine,
+    record_plan,
+    record_traffic,
+    with_time_of,
 )
 from triptych.repository.python_env import make_python_env
 from triptych.repository.records import DryRun, GateResult
-from triptych.repository.render import CoreFiles, Rendered, render
+from triptych.repository.render import CoreFiles, Rendered, StepFiles, render
 from triptych.repository.sharing import check_sharers, owner_of_core
 from triptych.repository.store import hash_files
 from triptych.serving.bench.bench import bench_pipeline
@@ -123,20 +125,20 @@ class CompiledStages:
         """
         plan, name = model.plan, model.spec.name
         repository, progress = options.repository, options.progress
-        others = [
-            CoreFiles(each.plan, each.file, _warm_ups(each, progress)) for each in model.cores[1:]
-        ]
+        cores = model.cores or (model,)
         files = render(
             plan,
-            core_file=model.file,
-            tokenizer_file=model.inputs.tokenizer_file,
-            hooks=model.inputs.hooks,
+            [CoreFiles(each.plan, each.file, _warm_ups(each, progress)) for each in cores],
+            StepFiles(
+                tokenizer=model.inputs.tokenizer_file,
+                hooks=model.inputs.hooks,
+                python_env=make_python_env(plan, progress)
+                if plan.spec.serving.python_env
+                else None,
+                ranges=find_ranges(model.inputs, progress),
+            ),
             question=model.inputs.shortest_row,
-            warm_ups=_warm_ups(model, progress),
-            others=others,
             samples=write_engine_samples(model.inputs, progress),
-            python_env=make_python_env(plan, progress) if plan.spec.serving.python_env else None,
-            ranges=find_ranges(model.inputs, progress),
         )
         if (rows := write_device_rows(model, progress)) is not None:
             files[f"{name}/{ROWS_FILE}"] = rows
@@ -148,7 +150,7 @@ class CompiledStages:
         # The hashes are of the graph that the gate ran: `serve` rejects a file changed since then.
         graph = {
             f"{each.plan.step('core')}/1/{part}": digest
-            for each in model.cores or (model,)
+            for each in cores
             for part, digest in each.files.items()
         }
         hashes = hash_files(files, graph)
@@ -162,24 +164,28 @@ class CompiledStages:
         if options.engine_dry_run and engine is None:
             dry_run = _dry_run(model, previous, progress)
         variety = measure_diversity(model.inputs.requests)
-        manifest = make_manifest(
-            plan,
-            hashes,
-            core_key=model.key,
-            source_key=model.source_key,
-            not_packed_reason=model.not_packed_reason,
-            versions=versions_of(*LIBRARIES),
-            gate=model.gate,
-            engine=None if engine is None else engine.record,
-            dry_run=dry_run,
-            variety={} if variety is None else asdict(variety),
-            previous=previous,
-            cores={
-                each.plan.model: CoreRecord(each.key, each.source_key, each.gate.precision)
-                for each in model.cores
-            },
-            instruction_sets=_instruction_sets(model),
-            attention=model.attention,
+        manifest = with_time_of(
+            EncoderManifest(
+                spec=plan.spec,
+                model_sha256=plan.info.sha256,
+                architecture=plan.info.architecture,
+                versions=versions_of(*LIBRARIES),
+                core_key=model.key,
+                source_key=model.source_key,
+                plan=record_plan(plan, model.gate, model.not_packed_reason),
+                engine=None if engine is None else engine.record,
+                dry_run=dry_run,
+                instruction_sets=_instruction_sets(model),
+                attention=model.attention,
+                traffic=record_traffic(plan.lengths, {} if variety is None else asdict(variety)),
+                gate=model.gate,
+                files=hashes,
+                cores={
+                    each.plan.model: CoreRecord(each.key, each.source_key, each.gate.precision)
+                    for each in model.cores
+                },
+            ),
+            previous,
         )
         files[f"{name}/{MANIFEST_FILE}"] = manifest.as_bytes()
         keep_passed_gate(manifest, progress)

@@ -34,6 +34,7 @@ from triptych.spec.kind import MODEL, Kind, kind_of_task
 from triptych.spec.model_fields import ModelSpec
 from triptych.spec.plan import Layout, Plan
 from triptych.spec.spec import PipelineSpec, not_known_here
+from triptych.spec.traffic import Lengths
 from triptych.tasks.task import Core
 
 PLAN_FILE = "model.plan"
@@ -209,62 +210,33 @@ def with_time_of(manifest: Manifest, previous: BuildManifest | None) -> Manifest
     return manifest
 
 
-def make_manifest(
-    plan: Plan,
-    files: Mapping[str, str],
-    *,
-    core_key: str,
-    source_key: str,
-    not_packed_reason: str,
-    versions: Mapping[str, str],
-    gate: GateResult,
-    engine: EngineRecord | None,
-    dry_run: DryRun | None,
-    variety: Mapping[str, int | float],
-    previous: EncoderManifest | None,
-    cores: Mapping[str, CoreRecord],
-    instruction_sets: tuple[str, ...] = (),
-    attention: str = "",
-) -> EncoderManifest:
-    """Return the manifest of an encoder; it has the time of `previous` if all else is equal.
-
-    See `EncoderManifest` and `PlanRecord` for the arguments; `variety` describes the gate's texts.
-    """
-    traffic: dict[str, int | float] = {**variety}
-    if (lengths := plan.lengths) is not None:
-        traffic |= {
-            "rows": lengths.rows,
-            "mean_tokens": round(lengths.mean, 2),
-            "p99_tokens": lengths.quantile(0.99),
-            "truncated_share": round(lengths.truncated_share, 4),
-        }
-    manifest = EncoderManifest(
-        spec=plan.spec,
-        model_sha256=plan.info.sha256,
-        architecture=plan.info.architecture,
-        versions=dict(versions),
-        core_key=core_key,
-        source_key=source_key,
-        plan=PlanRecord(
-            layout=plan.layout,
-            not_packed_reason=not_packed_reason,
-            max_length=plan.max_length,
-            bucket_edges=plan.bucket_edges,
-            max_batch_size=plan.max_batch_size,
-            core=plan.core,
-            engine=planned_engine(plan, gate),
-            batch_mib=None if plan.batch_mib is None else round(plan.batch_mib, 1),
-        ),
-        engine=engine,
-        dry_run=dry_run,
-        instruction_sets=instruction_sets,
-        attention=attention,
-        traffic=traffic,
-        gate=gate,
-        files=files,
-        cores=cores,
+def record_plan(plan: Plan, gate: GateResult, not_packed_reason: str) -> PlanRecord:
+    """Return the record of a plan; see `PlanRecord`."""
+    return PlanRecord(
+        layout=plan.layout,
+        not_packed_reason=not_packed_reason,
+        max_length=plan.max_length,
+        bucket_edges=plan.bucket_edges,
+        max_batch_size=plan.max_batch_size,
+        core=plan.core,
+        engine=planned_engine(plan, gate),
+        batch_mib=None if plan.batch_mib is None else round(plan.batch_mib, 1),
     )
-    return with_time_of(manifest, previous)
+
+
+def record_traffic(
+    lengths: Lengths | None, variety: Mapping[str, int | float]
+) -> dict[str, int | float]:
+    """Return the statistics of a manifest; `variety` describes the gate's texts."""
+    if lengths is None:
+        return dict(variety)
+    return {
+        **variety,
+        "rows": lengths.rows,
+        "mean_tokens": round(lengths.mean, 2),
+        "p99_tokens": lengths.quantile(0.99),
+        "truncated_share": round(lengths.truncated_share, 4),
+    }
 
 
 def planned_engine(plan: Plan, gate: GateResult) -> EnginePlan | None:

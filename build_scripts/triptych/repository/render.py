@@ -139,50 +139,54 @@ def batch_tokens(device: str, hidden_size: int) -> int:
     return BATCH_TOKENS[device] * BATCH_TOKENS_HIDDEN // (hidden_size or BATCH_TOKENS_HIDDEN)
 
 
+class StepFiles(NamedTuple):
+    """Files of the Python steps.
+
+    Attributes:
+        tokenizer: The ``tokenizer.json``; None for images.
+        hooks: Content of the pipeline's ``hooks.py``, if it has one.
+        python_env: Archive of the steps' packages, if the spec has `serving.python_env`.
+        ranges: Ranges of the vectors' elements, for text-embedding.
+    """
+
+    tokenizer: Path | None = None
+    hooks: bytes | None = None
+    python_env: Path | None = None
+    ranges: Ranges | None = None
+
+
 def render(
     plan: Plan,
+    cores: Sequence[CoreFiles],
+    own: StepFiles,
     *,
-    core_file: Path,
-    tokenizer_file: Path | None,
-    hooks: bytes | None,
-    question: Mapping[str, Any],
-    warm_ups: Path | None,
+    question: Mapping[str, object],
     samples: Path | None = None,
-    python_env: Path | None = None,
-    ranges: Ranges | None = None,
-    others: Sequence[CoreFiles] = (),
 ) -> dict[str, Content]:
     """Return every file of the pipeline except its manifest, by path relative to the repository.
 
     The function is pure: the same plan and artifacts give the same bytes.
 
     Args:
-        core_file: The core's ``model.onnx``.
-        tokenizer_file: The ``tokenizer.json``; None for images.
-        hooks: Content of the pipeline's ``hooks.py``, if it has one.
-        question: One value per input, for the request of the health check.
-        warm_ups: Folder with the data of the core's warm-ups; None if another pipeline owns the
-            core.
-        samples: Rows to check an engine with, if an engine will be built.
-        python_env: Archive of the steps' packages, if the spec has `serving.python_env`.
-        ranges: Ranges of the vectors' elements, for text-embedding.
         plan: Plan of the pipeline.
-        others: Files of the cores of the other models.
+        cores: Files of the cores, in the order in which they run.
+        own: Files of the Python steps.
+        question: One value per input, for the request of the health check.
+        samples: Rows to check an engine with, if an engine will be built.
     """
     name = plan.spec.name
-    files = _python_files(plan, tokenizer_file, hooks)
-    steps = python_steps(plan, ranges)
-    for step, (_, _, own) in steps.items():
+    files = _python_files(plan, own.tokenizer, own.hooks)
+    steps = python_steps(plan, own.ranges)
+    for step, (_, _, settings) in steps.items():
         folder = f"{plan.step(step)}/1"
         names = _find_settings_read(files, folder)
-        used = {name: value for name, value in own.items() if name in names}
+        used = {name: value for name, value in settings.items() if name in names}
         files[f"{folder}/{SETTINGS_FILE}"] = print_settings(used)
-    if python_env is not None:
+    if own.python_env is not None:
         for step in steps:
-            files[f"{plan.step(step)}/{ENV_FILE}"] = python_env
-    cores = [CoreFiles(plan, core_file, warm_ups), *others]
+            files[f"{plan.step(step)}/{ENV_FILE}"] = own.python_env
     owned = [core.plan for core in cores if core.warm_ups is not None]
-    configs = _configs(plan, owned, has_env=python_env is not None)
+    configs = _configs(plan, owned, has_env=own.python_env is not None)
     for model, config in configs.items():
         files |= _config_files(model, config)
     files |= _variant_files(plan, owned, configs, files)
@@ -192,8 +196,8 @@ def render(
     if plan.spec.serving.class_scores:
         lines = [" ".join(label.split()) for label in plan.info.labels]
         files[f"{name}/{LABELS_FILE}"] = ("\n".join(lines) + "\n").encode()
-    if ranges is not None and ranges.sizes:
-        files[f"{plan.step('postprocess')}/1/{RANGES_FILE}"] = ranges.file
+    if own.ranges is not None and own.ranges.sizes:
+        files[f"{plan.step('postprocess')}/1/{RANGES_FILE}"] = own.ranges.file
     if samples is not None:
         files[f"{name}/{SAMPLES_FILE}"] = samples
     for core in cores:
