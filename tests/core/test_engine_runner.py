@@ -17,6 +17,7 @@ from tensorrt_cases import BUCKETS, PADDED, padded_answer, padded_feed, plan_of
 from triptych.core.engine.runner import (
     EngineError,
     EngineRunner,
+    Pinned,
     ShapeError,
     open_engine,
     plan_version,
@@ -88,7 +89,7 @@ def test_each_batch_runs_in_the_profile_that_holds_it_with_the_nearest_optimum(
 
 def test_no_run_allocates(cuda: FakeCuda, plan: bytes) -> None:
     for pinned in (True, False):
-        with EngineRunner(plan, packed=False, pinned=pinned) as runner:
+        with EngineRunner(plan, packed=False, pinned=Pinned(pinned, pinned)) as runner:
             before, host = cuda.counted("malloc"), len(cuda.host)
             for rows, tokens in [(4, 6), (1, 3), (4, 3)]:
                 check_padded(runner, rows, tokens)

@@ -97,7 +97,7 @@ Flow = Generator[UnaryCall | Work | Pause, Any, Result]
 class PipelineClient:
     """Base class of `Client` and `AsyncClient`. Do not instantiate it."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (settings of users, by keyword)
         self,
         pipeline: str,
         url: str | Sequence[str] = "127.0.0.1:8001",

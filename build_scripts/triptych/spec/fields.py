@@ -561,9 +561,7 @@ class CustomOutput(Frozen):
 
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
     dtype: Literal["BYTES", "FP32", "INT8", "INT32", "INT64", "BOOL"]
-    dims: Annotated[list[Annotated[int, Field(ge=-1, le=1_000_000)]], Field(min_length=1)] = Field(
-        [1]
-    )
+    dims: Annotated[list[Annotated[int, Field(ge=-1, le=1_000_000)]], Field(min_length=1)] = [1]
 
 
 class Custom(Frozen):

@@ -266,6 +266,16 @@ class _Captured(NamedTuple):
     outputs: Mapping[str, Dims]
 
 
+class Pinned(NamedTuple):
+    """Whether the host memory of inputs and of outputs is page-locked."""
+
+    inputs: bool = True
+    outputs: bool = True
+
+
+_ALL_PINNED = Pinned()
+
+
 class EngineRunner:
     """An engine that is ready to run one batch at a time; `run` may be called from any thread.
 
@@ -276,9 +286,7 @@ class EngineRunner:
     Args:
         plan: Bytes of ``model.plan``, or the engine opened on that GPU.
         device: Number of the GPU.
-        pinned: Whether host memory for copies is page-locked.
-        pinned_output: Whether host memory of outputs is page-locked; None for the value of
-            `pinned`.
+        pinned: Tensors whose host memory for copies is page-locked.
         graphs: CUDA graphs to capture; a graph that cannot be captured causes a warning.
         packed: Whether rows lie end to end in one dimension. A packed engine has no batch dimension
             to pad, so it has no graphs.
@@ -295,8 +303,7 @@ class EngineRunner:
         plan: bytes | OpenEngine,
         *,
         device: int = 0,
-        pinned: bool = True,
-        pinned_output: bool | None = None,
+        pinned: Pinned = _ALL_PINNED,
         graphs: Sequence[GraphSpec] = (),
         packed: bool,
         profiles: Sequence[int] | None = None,
@@ -316,10 +323,9 @@ class EngineRunner:
         self._owned.callback(self._opened.clear)
         try:
             self._open(*self._opened, wanted=profiles)
-            out = pinned if pinned_output is None else pinned_output
             self._allocate(
-                dict.fromkeys((t.name for t in self.inputs), pinned)
-                | dict.fromkeys((t.name for t in self.outputs), out)
+                dict.fromkeys((t.name for t in self.inputs), pinned.inputs)
+                | dict.fromkeys((t.name for t in self.outputs), pinned.outputs)
             )
             for spec in graphs:
                 self._capture(spec)

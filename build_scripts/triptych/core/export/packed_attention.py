@@ -74,12 +74,11 @@ def _attend(
     scaling: float | None = None,
     position_bias: Tensor | None = None,
     softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_options: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Return FP32 ``[B, L, heads, d]`` for queries, keys and values ``[B, heads, L, d]``."""
     mode = _active[-1]
-    if s_aux is not None:
+    if options.get("s_aux") is not None:
         raise ValueError("attention with sinks is not supported")
     with mode.paused():
         packed = [mode.gather(tensor, 2) for tensor in (query, key, value)]

@@ -154,6 +154,31 @@ class LoadOptions:
         typer.Option(min=0.3, help="Duration of each measurement, in seconds."),
     ] = 3.0
     time_budget: TimeBudget = "10m"
+    find_max_rate: Annotated[
+        bool,
+        typer.Option("--find-max-rate", help="Search the highest rate that meets the SLO."),
+    ] = False
+    export_perf: Annotated[
+        Path | None,
+        typer.Option(
+            help="File for the requests as perf_analyzer --input-data, with every option in each "
+            "row. Default: none."
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetOptions:
+    """Running server that `bench` measures."""
+
+    url: Url = None
+    metrics_url: Annotated[
+        str | None,
+        typer.Option(
+            help="Address of the metrics page of the server at --url, for GPU metrics. "
+            "Default: no GPU metrics of that server."
+        ),
+    ] = None
 
 
 @verb()
@@ -163,25 +188,7 @@ def bench(
     load: LoadOptions,
     slo: SloOptions,
     price: PriceOptions,
-    url: Url = None,
-    metrics_url: Annotated[
-        str | None,
-        typer.Option(
-            help="Address of the metrics page of the server at --url, for GPU metrics. "
-            "Default: no GPU metrics of that server."
-        ),
-    ] = None,
-    find_max_rate: Annotated[
-        bool,
-        typer.Option("--find-max-rate", help="Search the highest rate that meets the SLO."),
-    ] = False,
-    export_perf: Annotated[
-        Path | None,
-        typer.Option(
-            help="File for the requests as perf_analyzer --input-data, with every option in each "
-            "row. Default: none."
-        ),
-    ] = None,
+    target: TargetOptions,
     reports: Reports = REPORTS,
     as_json: Json = False,
 ) -> None:
@@ -206,9 +213,9 @@ def bench(
         seconds=load.window_seconds,
         budget_s=parse_seconds("--time-budget", load.time_budget),
         slo=parse_any_slo(spec, slo.slo or (), slo.min_throughput),
-        find_rate=find_max_rate,
+        find_rate=load.find_max_rate,
         price=price.price(),
-        export=export_perf,
+        export=load.export_perf,
     )
     check_writable(reports / name / "bench", "--reports")
     with sigterm_as_interrupt(), show_progress("bench", f"measuring {name}"):
@@ -216,12 +223,12 @@ def bench(
             repository=folders.repository,
             progress=progress,
             bench=wanted,
-            url=url,
-            metrics_url=metrics_url,
+            url=target.url,
+            metrics_url=target.metrics_url,
         )
         result = open_pipeline(spec).bench(options)
     write_report(lambda folder: write_bench_report(result, folder), reports / name / "bench")
-    if url is None:
+    if target.url is None:
         progress("card", write_figures(result, folders.repository))
     if as_json:
         print_json(to_json(result))
@@ -247,17 +254,24 @@ def bench_diff(
         print_comparison(output, comparison)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """Effort of `tune`."""
+
+    time_budget: TimeBudget = "15m"
+    clients: Annotated[
+        int, typer.Option(min=1, max=128, help="Number of requests in flight at the highest load.")
+    ] = 32
+
+
 @verb()
 def tune(
     name: Name,
     folders: Folders,
     slo: SloOptions,
     price: PriceOptions,
+    search: SearchOptions,
     overrides: Overrides = None,
-    time_budget: TimeBudget = "15m",
-    clients: Annotated[
-        int, typer.Option(min=1, max=128, help="Number of requests in flight at the highest load.")
-    ] = 32,
     reports: Reports = REPORTS,
     as_json: Json = False,
 ) -> None:
@@ -278,8 +292,8 @@ def tune(
     spec = load_any_spec(folder, overrides or (), untuned=True)
     tuning = Tuning(
         slo=parse_any_slo(spec, slo.slo or (), slo.min_throughput),
-        budget_s=parse_seconds("--time-budget", time_budget),
-        clients=clients,
+        budget_s=parse_seconds("--time-budget", search.time_budget),
+        clients=search.clients,
         price=price.price(),
         overrides=tuple(overrides or ()),
     )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import triton_python_backend_utils as pb_utils
 
 from triptych.core.engine.cuda import Cuda
-from triptych.core.engine.runner import EngineRunner, open_engine
+from triptych.core.engine.runner import EngineRunner, Pinned, open_engine
 from triptych.runtime.overflow import survive_overflow
 from triptych.runtime.triton_io import make_private
 from triptych.serving.backends import contract as contracts
@@ -42,7 +42,6 @@ class TritonPythonModel:
         path = trt_settings.plan_file(Path(args["model_repository"], args["model_version"]), config)
         profiles = trt_settings.instance_profiles(config, args["model_instance_name"])
         graphs = trt_settings.graph_specs(config)
-        pinned, pinned_output = trt_settings.pinned_memory(config)
         Cuda(device)
         # A lean runtime inside a plan is program code: the repository's owner put it there.
         engine = open_engine(path.read_bytes(), host_code=True)
@@ -55,8 +54,7 @@ class TritonPythonModel:
         self._runner = EngineRunner(
             engine,
             device=device,
-            pinned=pinned,
-            pinned_output=pinned_output,
+            pinned=Pinned(*trt_settings.pinned_memory(config)),
             graphs=graphs,
             packed=any(spec.ragged for spec in self._contract.inputs),
             profiles=profiles,
