@@ -24,13 +24,14 @@ from family_table import LIMIT, NOT_MEASURED, Result, read_record, short, turn, 
 from tokenizers_of_kinds import LONGEST, train
 from triptych.base.errors import UserError
 from triptych.core.gate.cached import GateFailure
-from triptych.core.gate.runs import RowOutputs, open_core
+from triptych.core.gate.runs import open_core
 from triptych.core.inputs import PipelineInputs, read_inputs
 from triptych.core.precision.stage import full_precision
 from triptych.core.reader import RequestReader
 from triptych.core.requests import GateRequest, rows_of
 from triptych.spec.spec import load_spec
 from triptych.spec.traffic import TRAFFIC_FILE, read_traffic
+from triptych.tasks.results import RowOutputs
 
 BLIND = 1e-3
 """Least difference of the reference's results for different rows, so that a fault would show."""

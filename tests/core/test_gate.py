@@ -29,9 +29,9 @@ from triptych.base.tensors import TokenRow
 from triptych.core.gate.cached import GateFailure
 from triptych.core.gate.check import OUTSIDE, check, describe_probe, judge_probe
 from triptych.core.gate.differences import core_error
-from triptych.core.gate.runs import BATCH_TOKENS, RowOutputs, RunBatch
+from triptych.core.gate.runs import BATCH_TOKENS, RunBatch
 from triptych.core.gate_rows import Variety, measure_diversity, probe_texts
-from triptych.core.requests import Expected, GateRequest, Sample
+from triptych.core.requests import GateRequest, Sample
 from triptych.repository.records import GateResult, ProbeResult, Verdict, plain_record, read_record
 from triptych.spec.backends import Precision
 from triptych.spec.spec import PipelineSpec
@@ -44,6 +44,7 @@ from triptych.tasks.accuracy import (
     thresholds,
 )
 from triptych.tasks.catalog import TASKS
+from triptych.tasks.results import Expected, RowOutputs
 from triptych.tasks.task import Returns
 
 LIMITS = {"max_difference": 1e-5, "batch_sensitivity": 1e-5}

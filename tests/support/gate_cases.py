@@ -9,11 +9,12 @@ from numpy.typing import NDArray
 
 from triptych.base.tensors import Tensor, TokenRow
 from triptych.core.gate.check import GateCase, check
-from triptych.core.gate.runs import RowOutputs, RunBatch
-from triptych.core.requests import Expected, GateRequest, Sample
+from triptych.core.gate.runs import RunBatch
+from triptych.core.requests import GateRequest, Sample
 from triptych.repository.records import GateResult
 from triptych.tasks.accuracy import metrics_of, thresholds
 from triptych.tasks.catalog import TASKS
+from triptych.tasks.results import Expected, RowOutputs
 from triptych.tasks.task import Core, Returns, Task
 
 CLASSES = 7

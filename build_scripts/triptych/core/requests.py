@@ -29,14 +29,6 @@ MAX_SHOWN = 80
 MIN_RECOMMENDED_ROWS = 200
 """Recommended minimum number of traffic rows. Fewer rows show only some of an artifact's errors."""
 
-Expected = tuple[NDArray[np.float32], ...]
-"""The reference's result for one row, as in `Core.returns`.
-
-It is a vector, logits or scores. If the core returns choices or all scores, it has the scores of
-all classes, ``[classes]`` or ``[tokens, classes]``. For spans it has the logits of start and end,
-``[tokens]`` each.
-"""
-
 
 @dataclass(frozen=True)
 class GateRequest:

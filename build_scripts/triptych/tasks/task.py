@@ -10,6 +10,7 @@ from triptych.base.tensors import DType, Tensor
 from triptych.models.info import Activation, Loader, ModelInfo
 from triptych.tasks.compare import Compare, Comparison, Outputs
 from triptych.tasks.labeled import LabeledMetric
+from triptych.tasks.results import BestClasses, Elements, Results
 
 Reads = Literal["pooled", "row", "mask", "tokens", "image", "graph"]
 """Input of the head: the vector pooled as sentence-transformers files describe (``pooled``), what
@@ -59,9 +60,14 @@ class Core:
         return self.returns in ("token_choices", "token_scores", "spans")
 
     @property
-    def chooses(self) -> bool:
-        """Whether the core returns the best classes instead of all."""
-        return self.returns in ("choices", "token_choices")
+    def results(self) -> Results:
+        """Form in which the outputs are held against those of the reference."""
+        if self.returns in ("choices", "token_choices"):
+            return BestClasses(self.outputs)
+        if self.returns == "vector":
+            return Elements(self.outputs, "vector")
+        has_classes = self.returns in ("logits", "scores", "token_scores")
+        return Elements(self.outputs, "classes" if has_classes else "values")
 
 
 @dataclass(frozen=True)

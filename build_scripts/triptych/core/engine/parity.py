@@ -27,30 +27,15 @@ from triptych.base.tensors import (
     TokenRow,
 )
 from triptych.core.gate.check import GateCase, check
-from triptych.core.gate.runs import (
-    RowOutputs,
-    RunBatch,
-    RunFeed,
-    by_rows,
-    choices_of,
-    open_onnx,
-    run_rows,
-)
-from triptych.core.requests import (
-    Expected,
-    Feed,
-    GateRequest,
-    Sample,
-    core_feed,
-)
+from triptych.core.gate.runs import RunBatch, RunFeed, by_rows, open_onnx, run_rows
+from triptych.core.requests import Feed, GateRequest, Sample, core_feed
 from triptych.repository.records import (
     GateResult,
 )
 from triptych.spec.backends import Precision
 from triptych.spec.engine_plan import ShapeRange
 from triptych.tasks.accuracy import default_limits
-from triptych.tasks.compare import TIE
-from triptych.tasks.metrics_vectors import COSINES
+from triptych.tasks.results import RowOutputs
 from triptych.tasks.task import Core
 
 PAD = 0
@@ -94,24 +79,15 @@ def check_engine(
         most = max(profile[INPUT_IDS.name].maximum[0] for profile in profiles)
         engine = _dealt(engine, tensors, most)
     closeness = "fp16" if tf32 and precision == "fp32" else precision
-    metrics = _metrics_of(core)
+    metrics = ("max_difference", "batch_sensitivity", *core.results.metrics)
     case = GateCase(
         requests=[_request(index, row) for index, row in enumerate(rows)],
-        expected=_expected([wanted[index] for index in range(len(rows))], core),
+        expected=core.results.as_expected([wanted[index] for index in range(len(rows))]),
         core=core,
         limits=default_limits(metrics, closeness),
         batch_size=batch_size,
     )
     return check(engine, case, cast(Precision, precision), metrics)
-
-
-def _metrics_of(core: Core) -> tuple[str, ...]:
-    own: tuple[str, ...] = ()
-    if core.returns == "vector":
-        own = COSINES
-    elif core.returns != "spans" and core.outputs[0].dims != (1,):  # classes to choose from
-        own = ("label_agreement",)
-    return ("max_difference", "batch_sensitivity", *own)
 
 
 def _tensor(name: str) -> Tensor:
@@ -164,29 +140,3 @@ def _dealt(run: RunBatch, inputs: tuple[Tensor, ...], most_tokens: int) -> RunBa
 def _request(index: int, row: Sample) -> GateRequest:
     size = f"{len(row.ids)} tokens" if isinstance(row, TokenRow) else f"image {list(row.shape)}"
     return GateRequest({}, {}, {}, (row,), (), edge=False, preview=f"row {index}: {size}")
-
-
-def _expected(rows: Sequence[RowOutputs], core: Core) -> list[Expected]:
-    """Return the graph's outputs in the form of a reference.
-
-    If the core returns choices, the graph has scores of the best classes only. All other classes
-    get a score slightly below the lowest one. If the engine then chooses another class in a tie
-    with the last one, the difference is small, but the class does not equal the graph's first one,
-    so the share of equal first classes stays strict.
-    """
-    if not core.chooses:
-        return [
-            tuple(np.asarray(row[tensor.name], np.float32) for tensor in core.outputs)
-            for row in rows
-        ]
-    largest = max((int(choices_of(row, core)[0].max(initial=0)) for row in rows), default=0)
-    # The graph's outputs do not show how many classes there are, so leave a margin.
-    classes = 2 << largest.bit_length()
-    expected: list[Expected] = []
-    for row in rows:
-        ids, scores = choices_of(row, core)
-        least = scores.min(axis=1, keepdims=True).astype(np.float32) - 2 * TIE
-        every = np.repeat(least, classes, axis=1).astype(np.float32)
-        np.put_along_axis(every, ids.astype(np.int64), scores.astype(np.float32), axis=1)
-        expected.append((every[0] if core.returns == "choices" else every,))
-    return expected

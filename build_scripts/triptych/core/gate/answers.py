@@ -13,7 +13,6 @@ from triptych.core.gate.cached import decoding_of
 from triptych.core.gate.reference import reference_of
 from triptych.core.gate.runs import (
     Decoded,
-    RowOutputs,
     RunBatch,
     decode,
     decode_reference,
@@ -25,6 +24,7 @@ from triptych.core.requests import GateRequest, by_request, rows_of
 from triptych.runtime.hooking import HOOKS_FILE, Hook, Row, RowForm, call_hook
 from triptych.runtime.request_errors import RequestError
 from triptych.spec.plan import Plan
+from triptych.tasks.results import RowOutputs
 
 ROUNDING = 1e-5
 """Tolerance, relative and absolute, between arrays of several rows and arrays of one row."""

@@ -27,7 +27,6 @@ from triptych.core.gate.runs import (
     Decoded,
     Decoding,
     Incomparable,
-    RowOutputs,
     RunBatch,
     check_rows,
     decode,
@@ -39,7 +38,6 @@ from triptych.core.gate.runs import (
 )
 from triptych.core.requests import (
     MIN_RECOMMENDED_ROWS,
-    Expected,
     GateRequest,
     Sample,
     by_request,
@@ -50,6 +48,7 @@ from triptych.repository.records import GateResult, ProbeResult, Verdict, WorstR
 from triptych.spec.backends import Precision
 from triptych.tasks.accuracy import METRICS, OWN_METRICS, is_lower_better
 from triptych.tasks.labeled import LabeledResult, LabeledRow, compare_labeled
+from triptych.tasks.results import Expected, RowOutputs
 from triptych.tasks.task import Core
 
 WORST_ROWS = 10

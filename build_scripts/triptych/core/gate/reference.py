@@ -23,7 +23,7 @@ from triptych.base.errors import Progress, UserError
 from triptych.base.tensors import TokenRow
 from triptych.core.export.own_graph import open_own_model
 from triptych.core.inputs import PipelineInputs
-from triptych.core.requests import Expected, GateRequest, Sample, core_feed, hash_rows, rows_of
+from triptych.core.requests import GateRequest, Sample, core_feed, hash_rows, rows_of
 from triptych.models.info import Activation, ModelInfo
 from triptych.models.source import CODE as MODEL_CODE
 from triptych.models.tokenizer import load_tokenizer
@@ -32,6 +32,7 @@ from triptych.runtime.rows_spans import MAX_STRIDE
 from triptych.spec.model_fields import is_own
 from triptych.spec.plan import Plan
 from triptych.tasks.prompts import PROMPT
+from triptych.tasks.results import Expected
 from triptych.tasks.task import Core
 
 OVERRIDES = {

@@ -21,7 +21,6 @@ from triptych.core.gate.own_reference import Reference, answer_all
 from triptych.core.inputs import PipelineInputs
 from triptych.core.openvino import compile_model
 from triptych.core.requests import (
-    Expected,
     Feed,
     GateRequest,
     Sample,
@@ -38,11 +37,8 @@ from triptych.repository.config import warm_up_file
 from triptych.runtime.row_metadata import unpack_metadata
 from triptych.runtime.row_types import Arrays, find_class
 from triptych.spec.plan import Plan
-from triptych.tasks.compare import TIE
+from triptych.tasks.results import Expected, RowOutputs
 from triptych.tasks.task import Core, Parameters, Task
-
-RowOutputs = dict[str, NDArray[Any]]
-"""Outputs of the core for one row, by name; per-token outputs are without padding."""
 
 RunBatch = Callable[[Sequence[Sample]], list[RowOutputs]]
 """Function that runs one batch of rows on the artifact."""
@@ -260,13 +256,6 @@ def tokens_of(sample: Sample) -> int:
     return len(sample.ids) if isinstance(sample, TokenRow) else 0
 
 
-def choices_of(row: RowOutputs, core: Core) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return IDs and scores of the chosen classes, each ``[1 or tokens, choices]``."""
-    ids, scores = (row[tensor.name] for tensor in core.outputs)
-    shape = (1, -1) if core.returns == "choices" else (-1, 1)
-    return ids.reshape(shape), scores.reshape(shape)
-
-
 def _fault(row: RowOutputs, sample: Sample, expected: Expected, core: Core) -> str:
     for tensor in core.outputs:
         if tensor.name not in row:
@@ -276,24 +265,7 @@ def _fault(row: RowOutputs, sample: Sample, expected: Expected, core: Core) -> s
             shape = expected[core.outputs.index(tensor)].shape
         if row[tensor.name].shape != shape:
             return f"{tensor.name} has the shape {list(row[tensor.name].shape)}, not {list(shape)}"
-    if not core.chooses:
-        for tensor, wanted in zip(core.outputs, expected, strict=True):
-            if row[tensor.name].shape != wanted.shape:
-                return f"{tensor.name} has another shape than the reference, {list(wanted.shape)}"
-        return ""
-    return _choice_fault(row, expected, core)
-
-
-def _choice_fault(row: RowOutputs, expected: Expected, core: Core) -> str:
-    name, classes = core.outputs[0].name, expected[0].shape[-1]
-    ids, _ = choices_of(row, core)
-    if not np.issubdtype(ids.dtype, np.integer):
-        return f"{name} is {ids.dtype}, not a number of a class"
-    if ids.min() < 0 or ids.max() >= classes:
-        return f"{name} has ids from {ids.min()} to {ids.max()}, but there are {classes} classes"
-    if any(len(set(chosen)) < len(chosen) for chosen in ids.tolist()):
-        return f"{name} names a class twice"
-    return ""
+    return core.results.fault(row, expected)
 
 
 Decoded = Arrays
@@ -382,35 +354,9 @@ def reference_row_outputs(
         like: Outputs of the artifact. If the reference scores classes equally up to rounding, the
             class that the artifact chose is used, so that a tie is not a difference.
     """
-    names = [tensor.name for tensor in core.outputs]
-    if not core.chooses:
-        return [dict(zip(names, values, strict=True)) for values in expected]
-    rows = []
-    for place, (every,) in enumerate(expected):
-        scores = every.reshape(-1, every.shape[-1])
-        kept = 1 if core.returns == "token_choices" else int(core.outputs[0].dims[0])
-        ids = np.argsort(-scores, axis=1, kind="stable")[:, :kept]
-        if like is not None:
-            ids = _with_ties(ids, choices_of(like[place], core)[0].astype(np.int64), scores)
-        best = np.take_along_axis(scores, ids, axis=1)
-        shape = (kept,) if core.returns == "choices" else (len(scores),)
-        outputs = (ids.astype(np.int32).reshape(shape), best.reshape(shape))
-        rows.append(dict(zip(names, outputs, strict=True)))
-    return rows
-
-
-def _with_ties(
-    ids: NDArray[np.int64], other: NDArray[np.int64], scores: NDArray[np.float32]
-) -> NDArray[np.int64]:
-    """Return `ids` with the leading classes of `other` as long as their scores tie."""
-    right, reached = (np.take_along_axis(scores, chosen, axis=1) for chosen in (ids, other))
-    same = np.logical_and.accumulate(np.abs(right - reached) <= TIE, axis=1)
-    result = ids.copy()
-    for row in np.flatnonzero((ids != other).any(axis=1)):
-        first = other[row, same[row]].tolist()
-        rest = [chosen for chosen in ids[row].tolist() if chosen not in first]
-        result[row] = [*first, *rest][: ids.shape[1]]
-    return result
+    if like is None:
+        return [core.results.as_outputs(each) for each in expected]
+    return [core.results.as_outputs(*each) for each in zip(expected, like, strict=True)]
 
 
 CODE = (

@@ -36,9 +36,10 @@ from triptych.core.precision import float16, quantize
 from triptych.core.precision.calibrate import quiet_options
 from triptych.core.precision.convolutions import ConvolutionQuantizer, is_convolutional
 from triptych.core.precision.linear import Recipe
-from triptych.core.requests import Expected, Feed, Sample, core_feed, hash_rows
+from triptych.core.requests import Feed, Sample, core_feed, hash_rows
 from triptych.repository.records import Conversion, GateResult, plain_record, read_record
 from triptych.spec.backends import Precision
+from triptych.tasks.results import Expected
 
 LIBRARIES = ("onnx", "onnxruntime", "numpy")
 CODE = (
