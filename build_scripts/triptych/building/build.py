@@ -1,11 +1,11 @@
 """`triptych build`, in one order for every kind of pipeline.
 
-1. Read the spec, the model and the traffic, and plan (`Stages.read`, before `build`).
+1. Read the spec, the model and the traffic, and plan (`BuildStages.read`, before `build`).
 2. Check the pipeline's own functions on answers of the original model, then make the model:
-   export it or convert its weights, run the gate, lower the precision (`Stages.make_model`).
-3. Render the files and the build manifest (`Stages.render`).
+   export it or convert its weights, run the gate, lower the precision (`BuildStages.make_model`).
+3. Render the files and the build manifest (`BuildStages.render`).
 4. Lint, then write all files at once.
-5. Build the engine if this machine has its hardware (`Stages.build_engine`).
+5. Build the engine if this machine has its hardware (`BuildStages.build_engine`).
 
 A stage with the inputs and the code of an earlier run takes its result from the cache.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from triptych.base.errors import Finding
-from triptych.building.stages import BuildOptions, InputsT, ModelT, SpecT, Stages
+from triptych.building.stages import BuildOptions, BuildStages, InputsT, ModelT, SpecT
 from triptych.repository.lint.checks import lint_rendered
 from triptych.repository.manifest import read_manifest_data
 from triptych.repository.records import GateResult
@@ -64,7 +64,7 @@ class BuildOutcome:
 
 
 def build(
-    stages: Stages[SpecT, InputsT, ModelT], inputs: InputsT, options: BuildOptions
+    stages: BuildStages[SpecT, InputsT, ModelT], inputs: InputsT, options: BuildOptions
 ) -> BuildOutcome:
     """Build a pipeline of any kind; nothing is written unless every check passed.
 
@@ -83,7 +83,7 @@ def build(
 
 
 def write_repository(
-    stages: Stages[SpecT, InputsT, ModelT], model: ModelT, options: BuildOptions
+    stages: BuildStages[SpecT, InputsT, ModelT], model: ModelT, options: BuildOptions
 ) -> BuildOutcome:
     """Render, lint and write the pipeline of a checked model, and build its engine if possible."""
     spec, repository = model.spec, options.repository

@@ -58,7 +58,7 @@ from triptych.spec.model_fields import CompiledSpec, is_own
 
 
 class CompiledStages:
-    """Stages of an encoder or an own model; see `stages.Stages`."""
+    """Stages of an encoder or an own model; see `stages.BuildStages`."""
 
     def check_files(self, spec: CompiledSpec) -> Sequence[Check]:
         check = check_own_pipeline if is_own(spec) else check_pipeline

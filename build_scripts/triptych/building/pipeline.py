@@ -14,11 +14,11 @@ from triptych.building.pipeline_checks import Check
 from triptych.building.stages import (
     BenchOptions,
     BuildOptions,
+    BuildStages,
     InputsT,
     LiveOptions,
     ModelT,
     SpecT,
-    Stages,
 )
 from triptych.core.inputs import PipelineInputs
 from triptych.core.precision.stage import CheckedCore
@@ -34,11 +34,11 @@ from triptych.spec.spec import PipelineSpec
 class OpenPipeline(Generic[SpecT, InputsT, ModelT]):
     """A pipeline: its spec, with the stages of its kind."""
 
-    stages: Stages[SpecT, InputsT, ModelT]
+    stages: BuildStages[SpecT, InputsT, ModelT]
     spec: SpecT
 
     def check_files(self) -> Sequence[Check]:
-        """Check the files without a server or a model; see `Stages.check_files`."""
+        """Check the files without a server or a model; see `BuildStages.check_files`."""
         return self.stages.check_files(self.spec)
 
     def build(self, options: BuildOptions) -> BuildOutcome:

@@ -108,8 +108,8 @@ InputsT = TypeVar("InputsT")
 ModelT = TypeVar("ModelT", bound=CheckedModel)
 
 
-class Stages(Protocol[SpecT, InputsT, ModelT]):
-    """Stages of one kind of pipeline, with its own spec, inputs and model."""
+class BuildStages(Protocol[SpecT, InputsT, ModelT]):
+    """BuildStages of one kind of pipeline, with its own spec, inputs and model."""
 
     def check_files(self, spec: SpecT) -> Sequence[Check]:
         """Check the files of a pipeline without a server or a model."""

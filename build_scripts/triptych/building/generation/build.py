@@ -62,7 +62,7 @@ class CheckedEngine:
 
 
 class GeneratingStages:
-    """Stages of a pipeline that generates text; see `stages.Stages`."""
+    """Stages of a pipeline that generates text; see `stages.BuildStages`."""
 
     def check_files(self, spec: TextSpec) -> Sequence[Check]:
         return check_folder(spec.folder)
