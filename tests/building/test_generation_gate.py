@@ -13,7 +13,7 @@ from generation_cases import byte_pairs, fake_engine
 from triptych.building.generation.gate import EVERY, LIMITS, METRICS, Answered, judge
 from triptych.building.generation.inputs import Prompt
 from triptych.building.generation.reference import Reference
-from triptych.building.generation.worker_gate import run_engine
+from triptych.building.generation.worker_gate import EngineOrder, run_engine
 from triptych.repository.records import GateResult
 from triptych.runtime import engine_vllm
 from triptych.tasks.compare import Outputs
@@ -160,7 +160,7 @@ class FakeVllm(FakeEngine):  # type: ignore[misc, valid-type]
 
 def test_the_gate_asks_each_prompt_of_its_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_vllm, "Engine", FakeVllm)
-    order = {
+    order: EngineOrder = {
         "engine": "engine_vllm",
         "weights": "",
         "settings": {"token_delay_ms": 0.0, "max_sequences": 4, "max_length": 10},
@@ -168,7 +168,7 @@ def test_the_gate_asks_each_prompt_of_its_adapter(monkeypatch: pytest.MonkeyPatc
         "adapters": ["", "sql", "sql"],
         "wanted": [[7], [9, 8], [6]],
         "max_tokens": [3, 2, 3],
-        "labeled": [[[1, 2], 2, ""], [[1, 2], 2, "sql"]],
+        "labeled": [([1, 2], 2, ""), ([1, 2], 2, "sql")],
     }
     found = asyncio.run(run_engine(order))
     assert found["alone"] == found["together"] == [[7, 8, 9], [9, 8], [6, 5]]

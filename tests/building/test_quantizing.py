@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from triptych.base.errors import UserError
+from triptych.building.generation.model import QuantizationConfig
 from triptych.building.generation.quantizing import quantize
 from triptych.building.generation.weights import UnknownLayoutError, dequantize, load_model
 
@@ -141,7 +142,7 @@ def test_weights_of_4_bits_are_read_as_each_layout_has_them(tmp_path: Path) -> N
     ):
         named = {f"a.{name}": tensor.contiguous() for name, tensor in tensors.items()}
         save_file({**named, "norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
-        found = dict(dequantize(tmp_path, config))
+        found = dict(dequantize(tmp_path, cast(QuantizationConfig, config)))
         assert found.keys() == {"a.weight", "norm.weight"}
         assert torch.equal(found["a.weight"], wanted), config
     blocks = {"a.weight": torch.full((3, 5), 2.0).to(torch.float8_e4m3fn)}

@@ -120,6 +120,12 @@ def test_heavy_libraries_stay_with_their_owners() -> None:
     assert not wrong
 
 
+def test_the_stages_of_a_build_hide_nothing_from_mypy() -> None:
+    files = sorted((PACKAGE / "building").rglob("*.py"))
+    hidden = [path.name for path in files if re.search(r"\bAny\b", path.read_text("utf-8"))]
+    assert not hidden
+
+
 def test_a_module_says_what_it_owns_and_stays_small() -> None:
     for path in (*MODULES, *TESTS):
         text = path.read_text(encoding="utf-8")

@@ -19,6 +19,7 @@ from triptych.building.generation.model import (
     GenerationInfo,
     GenerationModel,
     Quantization,
+    QuantizationConfig,
     check_precision,
     compressed_tensors_config,
     read_quantization,
@@ -164,7 +165,7 @@ def test_what_a_model_says_of_its_weights_is_named() -> None:
         (W4A16, "compressed-tensors", "int4 weights alone"),
         ({"quant_method": "mxfp4"}, "mxfp4", "mxfp4"),
     ):
-        found = read_quantization(config)
+        found = read_quantization(cast(QuantizationConfig, config))
         assert found is not None
         assert found.name == name, config
         assert words in found.words, config

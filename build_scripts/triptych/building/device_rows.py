@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 
@@ -112,16 +112,24 @@ def _device() -> ServingDevice:
     return find_device(read_machine(), find_emulated_release(), on_gpu=False)
 
 
+class DeviceRow(TypedDict):
+    """Row of the file: a request in bytes of base64, with the answer of the reference."""
+
+    preview: str
+    request: str
+    answer: Answer
+
+
 def _make_rows(
     inputs: PipelineInputs, core: CheckedCore, limits: Rules, progress: Progress
-) -> Mapping[str, Any] | None:
+) -> Mapping[str, object] | None:
     """Return the content of the file; None without rows that the core answers as the reference."""
     plan = inputs.plan
     answered = _answered(inputs, progress)
     requests = [request for request, _ in answered]
     sent = live_requests(plan, requests)
     refused = refusals(plan, inputs.tokenizer_folder, requests, sent)
-    rows: list[dict[str, Any]] = [
+    rows: list[DeviceRow] = [
         {
             "preview": request.preview,
             "request": base64.b64encode(make_request(plan, request.sent, live.parameters)).decode(),
@@ -180,7 +188,7 @@ def _record(answer: DecodedAnswer) -> Answer:
     }
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
     if isinstance(value, np.floating):

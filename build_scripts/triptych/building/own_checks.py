@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -270,11 +270,11 @@ def synthetic_graph(outputs: Sequence[Tensor]) -> RunGraph:
     """
     random = np.random.default_rng(0)
 
-    def run(feed: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    def run(feed: Arrays) -> dict[str, NDArray[np.generic]]:
         count = len(next(iter(feed.values())))
         return {tensor.name: make(tensor, count) for tensor in outputs}
 
-    def make(tensor: Tensor, count: int) -> NDArray[Any]:
+    def make(tensor: Tensor, count: int) -> NDArray[np.generic]:
         dims = [VARIABLE if isinstance(axis, str) else axis for axis in tensor.dims]
         return (random.random((count, *dims)) ** 8).astype(NUMPY_TYPES[tensor.dtype])
 

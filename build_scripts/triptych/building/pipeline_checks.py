@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -266,11 +266,11 @@ def _is_own_function(name: str, value: object) -> bool:
     return own and not name.startswith("_")
 
 
-def _takes_rows(value: Any, *optional: str) -> bool:
+def _takes_rows(value: object, *optional: str) -> bool:
     return _is_called_with(value, [], **{name: [] for name in optional})
 
 
-def _is_called_with(value: Any, *arguments: object, **optional: object) -> bool:
+def _is_called_with(value: object, *arguments: object, **optional: object) -> bool:
     if not callable(value) or inspect.isclass(value):
         return False
     if inspect.iscoroutinefunction(value) or inspect.isgeneratorfunction(value):

@@ -9,12 +9,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from triptych.base.cache import cached_stage, code_hash, sha256_of, versions_of
 from triptych.base.errors import Progress, UserError, closest
 from triptych.models.source import find_folder
 from triptych.spec.generation_fields import GenerationSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -130,7 +133,7 @@ def read_adapter(name: str, folder: Path, modules: Mapping[str, tuple[int, int]]
     return Adapter(name, folder, digest.hexdigest(), rank, alpha / divisor)
 
 
-def merge(model: Any, adapter: Adapter) -> None:
+def merge(model: PreTrainedModel, adapter: Adapter) -> None:
     """Add an adapter to the weights of a model of transformers."""
     import torch
     from safetensors.torch import load_file
@@ -147,9 +150,9 @@ def merge(model: Any, adapter: Adapter) -> None:
         module.weight.data += change if isinstance(module, torch.nn.Linear) else change.T
 
 
-def _read_config(field: str, path: Path) -> Mapping[str, Any]:
+def _read_config(field: str, path: Path) -> Mapping[str, object]:
     try:
-        config: Any = json.loads(path.read_bytes())
+        found: object = json.loads(path.read_bytes())
     except ValueError as error:
         raise UserError(
             field,
@@ -157,7 +160,8 @@ def _read_config(field: str, path: Path) -> Mapping[str, Any]:
             given=error,
             remedy="Save the adapter again with PEFT",
         ) from error
-    kind = config.get("peft_type") if isinstance(config, dict) else None
+    config = found if isinstance(found, dict) else {}
+    kind = config.get("peft_type")
     if kind != "LORA":
         raise UserError(
             field,

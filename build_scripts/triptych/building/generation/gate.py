@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -39,7 +39,7 @@ from triptych.building.generation.reference import (
     weigh,
 )
 from triptych.building.generation.render import ENGINES
-from triptych.building.generation.worker_gate import run_engine
+from triptych.building.generation.worker_gate import EngineAnswers, EngineOrder, run_engine
 from triptych.core.gate.cached import GateFailure
 from triptych.repository.records import GatePrecision, GateResult, Verdict, WorstRow
 from triptych.runtime.generation_messages import ADAPTERS_FOLDER
@@ -433,15 +433,16 @@ def measure(
     wanted = reference_answers(inputs, prompts, progress, most=most)
     right = reference_answers(inputs, labeled.prompts, progress, most=longest)
     weights = engine_weights(inputs, progress)
-    order = {
+    order: EngineOrder = {
         "engine": engine.removesuffix(".py"),
         "settings": inputs.engine_settings,
+        "weights": "",  # their hash is part of the key
         "prompts": [list(one.ids) for one in prompts],
         "adapters": [one.adapter for one in prompts],
         "wanted": [list(one.ids) for one in wanted],
         "max_tokens": [answer_tokens(inputs, one, most) for one in prompts],
         "labeled": [
-            [list(one.ids), answer_tokens(inputs, one, longest), one.adapter]
+            (list(one.ids), answer_tokens(inputs, one, longest), one.adapter)
             for one in labeled.prompts
         ],
     }
@@ -503,7 +504,7 @@ def _notes(inputs: GeneratingInputs) -> tuple[str, ...]:
 def answered(
     prompts: Sequence[Prompt],
     wanted: Sequence[Reference],
-    result: Mapping[str, Any],
+    result: EngineAnswers,
     tokenizer: Tokenizer,
     context_tokens: int,
 ) -> Answered:
@@ -536,7 +537,7 @@ def _streamed(tokenizer: Tokenizer, context: Sequence[int], ids: Sequence[int]) 
 
 
 def _run_worker(
-    python: Path, inputs: GeneratingInputs, weights: Path, order: Mapping[str, Any], result: Path
+    python: Path, inputs: GeneratingInputs, weights: Path, order: EngineOrder, result: Path
 ) -> None:
     with scratch_folder("triptych-generation-gate-") as scratch:
         file, folder = scratch / "order.json", scratch / "weights"

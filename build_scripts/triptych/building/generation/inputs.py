@@ -8,7 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Literal, TypedDict
+
+from pydantic import JsonValue
 
 from triptych.base.errors import Progress, UserError
 from triptych.building.generation.adapters import Adapter, read_adapters
@@ -42,8 +44,19 @@ MODEL_FILES = (
 )
 """Glob patterns of the files that vLLM reads in a model's folder."""
 
-PromptLine = tuple[int, dict[str, str], Mapping[str, Any]]
+PromptLine = tuple[int, dict[str, str], Mapping[str, object]]
 """Line of the traffic: its number, the request as a client sends it, and the whole object."""
+
+
+class PromptSettings(TypedDict):
+    """Settings of `runtime.prompts.Prompts`, which describes them."""
+
+    special_tokens: dict[str, str]
+    max_length: int
+    max_answer: int | None
+    prefix: str
+    message_special_tokens: Literal["text", "token"]
+    vocabulary: int
 
 
 @dataclass(frozen=True)
@@ -68,7 +81,7 @@ class Prompt:
         return None if text is None else read_conversation(text)[0]
 
     @property
-    def tools(self) -> list[Any] | None:
+    def tools(self) -> list[dict[str, JsonValue]] | None:
         """Tools of the conversation; None without tools."""
         text = self.sent.get("messages")
         return None if text is None else read_conversation(text)[1]
@@ -99,7 +112,7 @@ class GeneratingInputs(ABC):
 
     @property
     @abstractmethod
-    def prompt_settings(self) -> dict[str, Any]:
+    def prompt_settings(self) -> PromptSettings:
         """Settings of `runtime.prompts.Prompts`."""
 
     @property
@@ -109,11 +122,11 @@ class GeneratingInputs(ABC):
 
     @property
     @abstractmethod
-    def engine_settings(self) -> dict[str, Any]:
+    def engine_settings(self) -> dict[str, object]:
         """Settings of the engine, as it reads them."""
 
     @property
-    def core_settings(self) -> dict[str, Any]:
+    def core_settings(self) -> dict[str, object]:
         """Settings of the engine, and those of the core step that only this kind has."""
         return self.engine_settings
 
@@ -148,7 +161,7 @@ class GeneratingInputs(ABC):
         """Names of the packages that compute the answers."""
 
     @property
-    def search_key(self) -> Any:
+    def search_key(self) -> object:
         """Plain data besides the model that decides the search for an answer."""
         return None
 
@@ -205,7 +218,7 @@ class GenerationInputs(GeneratingInputs):
         return min(self.max_length, math.ceil(mean) + int(most))
 
     @property
-    def prompt_settings(self) -> dict[str, Any]:
+    def prompt_settings(self) -> PromptSettings:
         return {
             "special_tokens": dict(self.model.info.special_tokens),
             "max_length": self.max_length,
@@ -220,7 +233,7 @@ class GenerationInputs(GeneratingInputs):
         return CONTEXT_TOKENS
 
     @property
-    def engine_settings(self) -> dict[str, Any]:
+    def engine_settings(self) -> dict[str, object]:
         core = self.spec.core
         return {
             "precision": core.precision,
@@ -239,7 +252,7 @@ class GenerationInputs(GeneratingInputs):
         }
 
     @property
-    def core_settings(self) -> dict[str, Any]:
+    def core_settings(self) -> dict[str, object]:
         return {
             **self.engine_settings,
             # `lint` reads these two, because it has no access to the model.

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from triptych.building.generation.reference import (
 )
 from triptych.building.generation.render import ENGINES
 from triptych.building.stages import LiveOptions
-from triptych.client import Client, Completion, InferenceError
+from triptych.client import Client, Completion, Generation, InferenceError
 from triptych.client.connection import read_target
 from triptych.core.gate.live import NO_SERVER
 from triptych.core.gate.verify import with_live_run
@@ -151,7 +151,7 @@ class _PromptSession:
     def whole(self) -> PromptReply:
         return self._reply(lambda: self._generation().whole())
 
-    def _generation(self) -> Any:
+    def _generation(self) -> Generation:
         if self._prompt.messages is None:
             return self._client.generate(self._prompt.sent["text_input"], **self._order)
         return self._client.chat(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 from jinja2 import TemplateError
 from pydantic import TypeAdapter
@@ -27,6 +27,9 @@ from triptych.runtime.generation_messages import TOKENIZER_FILE
 from triptych.runtime.prompts import TEMPLATE_FILE, ChatTemplate
 from triptych.runtime.sampling_parameters import DEFAULTS, find_fault
 from triptych.spec.scaffold import LIMITS
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 CONVERTED = {"int8": "int", "fp8": "float"}
 """Precision that an ordinary model is converted to, to its type in compressed-tensors."""
@@ -49,7 +52,41 @@ class Quantization:
     words: str
 
 
-def read_quantization(config: Mapping[str, Any] | None) -> Quantization | None:
+class QuantizedNumbers(TypedDict, total=False):
+    """Form of the weights or activations of a group of layers."""
+
+    num_bits: int
+    type: str
+    symmetric: bool
+    strategy: str
+    dynamic: bool
+
+
+class QuantizedLayers(TypedDict, total=False):
+    """Group of layers in a configuration of compressed-tensors."""
+
+    targets: list[str]
+    weights: QuantizedNumbers
+    input_activations: QuantizedNumbers | None
+
+
+class QuantizationConfig(TypedDict, total=False):
+    """The ``quantization_config`` of a ``config.json``, as far as it is read or written here."""
+
+    quant_method: str
+    bits: int
+    w_bit: int
+    group_size: int
+    q_group_size: int
+    version: str
+    checkpoint_format: str
+    format: str
+    quantization_status: str
+    config_groups: dict[str, QuantizedLayers]
+    ignore: list[str]
+
+
+def read_quantization(config: QuantizationConfig | None) -> Quantization | None:
     """Read the ``quantization_config`` of a ``config.json``; return None without one."""
     if not config:
         return None
@@ -66,7 +103,7 @@ def read_quantization(config: Mapping[str, Any] | None) -> Quantization | None:
     return Quantization(method, method)
 
 
-def _kind(group: Mapping[str, Any]) -> str:
+def _kind(group: QuantizedLayers) -> str:
     """Return ``int8`` or ``fp8`` if weights and activations have this type, else a description."""
     weights, activations = group.get("weights") or {}, group.get("input_activations")
     kind = f"{'fp' if weights.get('type') == 'float' else 'int'}{weights.get('num_bits')}"
@@ -112,12 +149,12 @@ def check_precision(precision: str, found: Quantization | None, *, backend: str)
         )
 
 
-def compressed_tensors_config(precision: str) -> dict[str, Any]:
+def compressed_tensors_config(precision: str) -> QuantizationConfig:
     """Return the ``quantization_config`` of weights scaled by channel and activations by token.
 
     vLLM reads this format: https://github.com/vllm-project/compressed-tensors
     """
-    both = {"num_bits": 8, "type": CONVERTED[precision], "symmetric": True}
+    both: QuantizedNumbers = {"num_bits": 8, "type": CONVERTED[precision], "symmetric": True}
     return {
         "quant_method": "compressed-tensors",
         "format": f"{CONVERTED[precision]}-quantized",
@@ -271,7 +308,7 @@ def _read(
     return info, _chat_template(tokenizer)
 
 
-def _kv_cache(config: Any, architecture: str) -> tuple[int, int]:
+def _kv_cache(config: PretrainedConfig, architecture: str) -> tuple[int, int]:
     """Return the number of values in the KV cache for a token, and the number of their heads."""
     heads = getattr(config, "num_attention_heads", None)
     if not heads:
@@ -289,7 +326,7 @@ def _kv_cache(config: Any, architecture: str) -> tuple[int, int]:
     return 2 * config.num_hidden_layers * kv_heads * head_size, kv_heads
 
 
-def read_config(folder: Path) -> Any:
+def read_config(folder: Path) -> PretrainedConfig:
     """Read a model's configuration with transformers.
 
     Raises:
@@ -301,7 +338,7 @@ def read_config(folder: Path) -> Any:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 
-def read_generation_config(folder: Path, config: Any) -> Any:
+def read_generation_config(folder: Path, config: PretrainedConfig) -> GenerationConfig:
     """Read a model's generation configuration with transformers, else from its configuration.
 
     Raises:
@@ -335,7 +372,7 @@ def _loading(file: str) -> Iterator[None]:
         ) from error
 
 
-def _max_length(config: Any) -> int:
+def _max_length(config: PretrainedConfig) -> int:
     found = (getattr(config, name, None) for name in LIMITS)
     return next((limit for limit in found if isinstance(limit, int)), OUT_OF_REACH)
 
@@ -359,7 +396,7 @@ def _suggested(file: Path) -> dict[str, float]:
     }
 
 
-def _special_tokens(tokenizer: Any) -> dict[str, str]:
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     return {
         name: token
         for name, token in tokenizer.special_tokens_map.items()
@@ -367,7 +404,7 @@ def _special_tokens(tokenizer: Any) -> dict[str, str]:
     }
 
 
-def _chat_template(tokenizer: Any) -> str | None:
+def _chat_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("default")

@@ -10,12 +10,15 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from triptych.base.cache import cached_stage, code_hash, versions_of
 from triptych.base.errors import Progress, UserError
 from triptych.building.generation.inputs import GeneratingInputs
 from triptych.building.generation.model import compressed_tensors_config
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
 _INDEX = "model.safetensors.index.json"
@@ -122,7 +125,7 @@ def _quantize_shard(source: Path, target: Path, layers: set[str], precision: str
 
     kinds = {"int8": ("I8", torch.int8), "fp8": ("F8_E4M3", torch.float8_e4m3fn)}
     code, dtype = kinds[precision]
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
 
     def declare(name: str, kind: str, shape: list[int], size: int) -> None:
@@ -158,7 +161,7 @@ def _quantize_shard(source: Path, target: Path, layers: set[str], precision: str
     return [name for name in header if name != "__metadata__"]
 
 
-def _bytes_of(tensor: Any) -> bytes:
+def _bytes_of(tensor: Tensor) -> bytes:
     import torch
 
     found: bytes = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

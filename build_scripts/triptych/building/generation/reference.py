@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
@@ -23,6 +23,9 @@ from triptych.building.generation.text2text import Text2TextInputs, without_advi
 from triptych.building.generation.weights import load_model
 from triptych.core.export.model_checks import check_unused
 from triptych.models.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TOKENS = 24
 """Maximum number of tokens in an answer of the reference."""
@@ -224,7 +227,9 @@ def _continue_prompts(
     return found
 
 
-def _text_behind(tokenizer: Any, prompt: Sequence[int], answer: Sequence[int]) -> str:
+def _text_behind(
+    tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], answer: Sequence[int]
+) -> str:
     """Return the text that `answer` adds to `prompt`; decoded alone, it may lose a first space."""
     before, both, alone = (
         tokenizer.decode(list(ids), skip_special_tokens=True)
@@ -234,7 +239,7 @@ def _text_behind(tokenizer: Any, prompt: Sequence[int], answer: Sequence[int]) -
     return text
 
 
-def _prompt_ids(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
+def _prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[int, ...]:
     if prompt.messages is None:
         text = prompt.sent["text_input"]
         # A text that begins with the BOS token must not get a second BOS token.

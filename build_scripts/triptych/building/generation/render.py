@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from triptych.base.tensors import Tensor
 from triptych.building.generation.inputs import GeneratingInputs
@@ -36,6 +36,8 @@ from triptych.runtime.triton_io import SETTINGS_FILE
 from triptych.spec.generation_fields import GENERATION_BACKENDS
 
 if TYPE_CHECKING:
+    from tritonclient.grpc.model_config_pb2 import ModelConfig
+
     from triptych.building.generation.inputs import Prompt
     from triptych.building.generation.reference import Reference
 
@@ -232,7 +234,7 @@ def _core_settings(inputs: GeneratingInputs) -> dict[str, object]:
     }
 
 
-def _ensemble(name: str, versions: Sequence[int]) -> Any:
+def _ensemble(name: str, versions: Sequence[int]) -> ModelConfig:
     steps = [
         ("preprocess", [*INPUTS, *OPENAI_INPUTS], TO_CORE),
         ("core", TO_CORE, FROM_CORE),
@@ -272,8 +274,8 @@ def _python_step(
     optional: bool = False,
     count: int = 1,
     kind: str = "KIND_CPU",
-    **fields: Any,
-) -> Any:
+    **fields: object,
+) -> ModelConfig:
     return new_config(
         name=name,
         backend="python",

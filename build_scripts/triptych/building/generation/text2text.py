@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
@@ -26,6 +26,7 @@ from triptych.base.extras import install_command
 from triptych.building.generation.inputs import (
     GeneratingInputs,
     Prompt,
+    PromptSettings,
     make_prompts,
     max_length_of,
     read_prompt_lines,
@@ -45,6 +46,15 @@ from triptych.runtime.generation_messages import TOKENIZER_FILE
 from triptych.runtime.prompts import PIECES_FILE, SPACE
 from triptych.spec.generation_fields import Text2TextSpec
 from triptych.spec.traffic import TRAFFIC_FILE
+
+if TYPE_CHECKING:
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto
+    from transformers import (
+        GenerationConfig,
+        PretrainedConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+    )
 
 SOURCE_FILE = "source.spm"
 UNIGRAM = 1
@@ -98,7 +108,7 @@ def write_marian(folder: Path, source: Path, target: Path) -> None:
     (target / TOKENIZER_FILE).write_text(_decodes(tokenizer, vocabulary), encoding="utf-8")
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path) -> ModelProto:
     """Read a model of sentencepiece as its protobuf message."""
     from transformers.convert_slow_tokenizer import import_protobuf
 
@@ -113,7 +123,7 @@ def _read(path: Path) -> Any:
     return model
 
 
-def _finds_pieces(model: Any) -> Tokenizer:
+def _finds_pieces(model: ModelProto) -> Tokenizer:
     # With a space before it, a special piece matches no text: preprocess replaces spaces there.
     pieces = [
         (one.piece if one.type == NORMAL else f" {one.piece}", one.score) for one in model.pieces
@@ -121,7 +131,7 @@ def _finds_pieces(model: Any) -> Tokenizer:
     return Tokenizer(models.Unigram(pieces, unk_id=model.trainer_spec.unk_id))
 
 
-def _decodes(tokenizer: Any, vocabulary: dict[str, int]) -> str:
+def _decodes(tokenizer: PreTrainedTokenizerBase, vocabulary: dict[str, int]) -> str:
     """Return a tokenizer that is used for decoding only."""
     made = Tokenizer(models.WordLevel(vocabulary, unk_token=tokenizer.unk_token))
     special = [AddedToken(token, special=True) for token in tokenizer.added_tokens_encoder]
@@ -159,7 +169,9 @@ def convert(folder: Path, target: Path, precision: str) -> None:
         ) from error
 
     class Converter(TransformersConverter):  # type: ignore[misc]  # it has no types
-        def load_model(self, model_class: Any, *places: Any, **named: Any) -> Any:
+        def load_model(
+            self, model_class: type[PreTrainedModel], *places: object, **named: object
+        ) -> PreTrainedModel:
             model = super().load_model(model_class, *places, **named)
             # transformers normalizes after each block of BART regardless of the file, and newer
             # configurations lack the fields that the converter reads.
@@ -310,7 +322,7 @@ class Text2TextInputs(GeneratingInputs):
         )
 
     @property
-    def prompt_settings(self) -> dict[str, Any]:
+    def prompt_settings(self) -> PromptSettings:
         return {
             "special_tokens": {},
             "max_length": self.max_length,
@@ -348,11 +360,11 @@ class Text2TextInputs(GeneratingInputs):
         return ("ctranslate2",)
 
     @property
-    def search_key(self) -> Any:
+    def search_key(self) -> object:
         return [self.search, self.spec.prefix]
 
     @property
-    def engine_settings(self) -> dict[str, Any]:
+    def engine_settings(self) -> dict[str, object]:
         core = self.spec.core
         return {
             "precision": core.precision,
@@ -498,7 +510,7 @@ def _read_info(folder: Path, sha256: str) -> tuple[GenerationInfo, SearchInfo]:
     )
 
 
-def _check_search(config: Any, generation: Any) -> None:
+def _check_search(config: PretrainedConfig, generation: GenerationConfig) -> None:
     """Raise a `UserError` for search settings that CTranslate2 does not follow."""
     ends, start = generation.eos_token_id, generation.decoder_start_token_id
     asked = {name: getattr(generation, name, None) for name in NOT_SEARCHED_BY}

@@ -9,7 +9,7 @@ import importlib.machinery
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from triptych.base.cache import cached_stage, code_hash, sha256_of
 from triptych.base.errors import Progress, UserError
@@ -17,6 +17,12 @@ from triptych.core.export.model_checks import check_unused
 from triptych.models.fields import ModelSource
 from triptych.models.source import locate
 from triptych.serving.generation_environment import environment_python, vllm_packages
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from triptych.building.generation.model import QuantizationConfig
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Order of eight consecutive values in a word of AWQ."""
@@ -32,7 +38,7 @@ class UnknownLayoutError(ValueError):
     """Error: the layout of the quantized weights is not supported."""
 
 
-def load_model(folder: Path) -> Any:
+def load_model(folder: Path) -> PreTrainedModel:
     """Load the causal language model in `folder` in fp32 with transformers.
 
     Raises:
@@ -62,7 +68,7 @@ def load_model(folder: Path) -> Any:
     return model.eval()
 
 
-def dequantize(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def dequantize(folder: Path, config: QuantizationConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the fp32 tensor of each parameter.
 
     Args:
@@ -75,7 +81,7 @@ def dequantize(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, A
     import torch
     from safetensors.torch import load_file
 
-    stored: dict[str, Any] = {}
+    stored: dict[str, Tensor] = {}
     for shard in sorted(folder.glob("*.safetensors")):
         stored |= load_file(shard)
     small = (torch.int8, torch.float8_e4m3fn)
@@ -100,7 +106,7 @@ def dequantize(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, A
             yield name, tensor.float()
 
 
-def _awq(packed: Any, beside: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
+def _awq(packed: Tensor, beside: Mapping[str, Tensor], config: QuantizationConfig) -> Tensor:
     """Dequantize AWQ weights, whose words hold consecutive values of a row; rows are inputs."""
     import torch
 
@@ -108,8 +114,8 @@ def _awq(packed: Any, beside: Mapping[str, Any], config: Mapping[str, Any]) -> A
         raise UnknownLayoutError("awq that is not of 4 bits and version gemm")
     order = torch.tensor(_AWQ_ORDER)
 
-    def values(words: Any) -> Any:
-        return _unpacked(words, 4).unflatten(1, (-1, 8))[:, :, order].flatten(1)
+    def values(words: Tensor) -> Tensor:
+        return _unpacked(words, 4).reshape(len(words), -1, 8)[:, :, order].flatten(1)
 
     scales = beside["scales"].float()
     rows = packed.shape[0] // scales.shape[0]
@@ -117,7 +123,7 @@ def _awq(packed: Any, beside: Mapping[str, Any], config: Mapping[str, Any]) -> A
     return ((values(packed) - zeros) * scales.repeat_interleave(rows, 0)).T.contiguous()
 
 
-def _gptq(packed: Any, beside: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
+def _gptq(packed: Tensor, beside: Mapping[str, Tensor], config: QuantizationConfig) -> Tensor:
     """Dequantize GPTQ weights, whose words hold consecutive values of a column; rows are inputs."""
     import torch
 
@@ -127,14 +133,14 @@ def _gptq(packed: Any, beside: Mapping[str, Any], config: Mapping[str, Any]) -> 
     values, scales = _unpacked(packed.T, bits).T, beside["scales"].float()
     # The first version of the format stores zero points minus one.
     first = config.get("checkpoint_format", "gptq") == "gptq"
-    zeros = (_unpacked(beside["qzeros"], bits) + first) % 2**bits
+    zeros = (_unpacked(beside["qzeros"], bits) + first) % (1 << bits)
     inputs = values.shape[0]
     each = torch.arange(inputs) // -(-inputs // scales.shape[0])
     group = beside.get("g_idx", each).long()
     return ((values - zeros[group]) * scales[group]).T.contiguous()
 
 
-def _packed(packed: Any, beside: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
+def _packed(packed: Tensor, beside: Mapping[str, Tensor], config: QuantizationConfig) -> Tensor:
     """Dequantize packed weights, whose words hold values of a row plus half the range."""
     (group,) = config["config_groups"].values()
     bits = group["weights"]["num_bits"]
@@ -145,7 +151,7 @@ def _packed(packed: Any, beside: Mapping[str, Any], config: Mapping[str, Any]) -
     return _scaled(values, beside["weight_scale"])
 
 
-def _scaled(values: Any, scale: Any) -> Any:
+def _scaled(values: Tensor, scale: Tensor) -> Tensor:
     """Multiply values by one scale, one per row, or one per block of rows and columns."""
     scale = scale.float().reshape(scale.shape if scale.dim() == 2 else (-1, 1))
     for axis, size in enumerate(values.shape):
@@ -154,12 +160,12 @@ def _scaled(values: Any, scale: Any) -> Any:
     return values * scale
 
 
-def _unpacked(words: Any, bits: int) -> Any:
+def _unpacked(words: Tensor, bits: int) -> Tensor:
     """Unpack the values in the 32-bit words of each row, lowest bits first."""
     import torch
 
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    return ((words.unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten(1).float()
+    return ((words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten(1).float()
 
 
 GGUF = ".gguf"

@@ -1,14 +1,7 @@
 """Run an engine on prompts, alone and together; vLLM runs in its own Python environment.
 
 Usage: ``python worker_gate.py RUNTIME ORDER.json RESULT.json``. RUNTIME is the folder of the
-package ``triptych``. ORDER.json has these keys:
-
-- ``engine``, ``weights``, ``settings``: module of `runtime`, folder of the weights, settings.
-- ``prompts``, ``wanted``, ``max_tokens``, ``adapters``: token ids of each prompt and of the
-  reference's answer, maximum number of answer tokens, and name of the adapter.
-- ``labeled``: token ids, maximum number of answer tokens and adapter of each labeled prompt.
-
-RESULT.json is the result of `run_engine`.
+package ``triptych``. ORDER.json is an `EngineOrder`, RESULT.json an `EngineAnswers`.
 """
 
 from __future__ import annotations
@@ -17,17 +10,54 @@ import asyncio
 import importlib
 import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 
-async def run_engine(order: Mapping[str, Any]) -> dict[str, Any]:
+class EngineOrder(TypedDict):
+    """Prompts for an engine, and what to tell of them.
+
+    Attributes:
+        engine: Module of `runtime`.
+        settings: Settings of the engine.
+        weights: Folder of the weights.
+        prompts: Token ids of each prompt.
+        adapters: Name of the adapter of each prompt; empty for the model itself.
+        wanted: Token ids of the reference's answer to each prompt.
+        max_tokens: Maximum number of answer tokens of each prompt.
+        labeled: Token ids, maximum number of answer tokens and adapter of each labeled prompt.
+    """
+
+    engine: str
+    settings: dict[str, object]
+    weights: str
+    prompts: list[list[int]]
+    adapters: list[str]
+    wanted: list[list[int]]
+    max_tokens: list[int]
+    labeled: list[tuple[list[int], int, str]]
+
+
+class EngineAnswers(TypedDict):
+    """Answers of an engine to an `EngineOrder`.
+
+    Attributes:
+        alone: Token ids of the answer to each prompt alone.
+        together: Token ids of the answers to all prompts together.
+        forced: Log-probabilities of the reference's tokens.
+        labeled: Token ids of the answers to the labeled prompts.
+    """
+
+    alone: list[list[int]]
+    together: list[list[int]]
+    forced: list[list[float]]
+    labeled: list[list[int]]
+
+
+async def run_engine(order: EngineOrder) -> EngineAnswers:
     """Answer each prompt alone, then all prompts together, and return the results.
 
-    The second half of the prompts starts while the first half runs. The keys of the result are
-    ``alone``, ``together`` and ``labeled`` with token ids, and ``forced`` with log-probabilities of
-    the reference's tokens.
+    The second half of the prompts starts while the first half runs.
     """
     from triptych.runtime.sampling_parameters import ADAPTER, DEFAULTS
 
@@ -49,9 +79,9 @@ async def run_engine(order: Mapping[str, Any]) -> dict[str, Any]:
         started.set()
         return ids
 
-    async def join(key: str, *one: Any) -> list[int]:
+    async def join(key: str, prompt: list[int], most: int, adapter: str) -> list[int]:
         await started.wait()
-        return await answer(key, *one)
+        return await answer(key, prompt, most, adapter)
 
     alone = [await answer(f"alone-{i}", *one) for i, one in enumerate(asked)]
     started.clear()
