@@ -32,6 +32,7 @@ from triptych.operate.tune.results import format_scores
 from triptych.operate.tune.trial_servers import TrialServer, trial_servers
 from triptych.operate.tune.tune import Tuning, tune_pipeline
 from triptych.serving.bench.results import Measurement
+from triptych.spec.plan import Plan
 from triptych.spec.slo import Slo, parse_slo
 from triptych.spec.spec import SPEC_FILE
 from triptych.spec.tuned import TUNED_FILE
@@ -175,7 +176,7 @@ def _measure_grid(
 
 
 def _score(
-    cell: Cell, server: TrialServer, objectives: Mapping[str, Objective], seconds: float
+    cell: Cell, server: TrialServer[Plan], objectives: Mapping[str, Objective], seconds: float
 ) -> None:
     known: dict[int, Measurement] = {}
 
@@ -243,7 +244,7 @@ def _compare(
 
 
 def _measure_score(
-    name: str, objective: Objective, server: TrialServer
+    name: str, objective: Objective, server: TrialServer[Plan]
 ) -> list[tuple[str, dict[str, float]]]:
     measured = objective.score(partial(server.measure, seconds=FINAL_S), MAX_MEASUREMENTS)
     return [(name, {_SCORE: measured.score})]

@@ -31,7 +31,6 @@ from triptych.deploy.targets import known_of, make_manifests
 from triptych.interface import api
 from triptych.interface.cli.plan_text import describe_pipeline
 from triptych.interface.page.demo import open_page
-from triptych.operate.tune.kinds import TUNERS
 from triptych.repository.lint.checks import run_checks
 from triptych.repository.manifest import BuildManifest, build_id, kind_of_build, read_manifest
 from triptych.serving.bench.bench import Bench
@@ -133,7 +132,6 @@ def case(request: pytest.FixtureRequest, cases: dict[str, Case]) -> Case:
 
 def test_each_layer_has_one_entry_for_each_kind() -> None:
     assert set(SPECS) == set(Kind)
-    assert set(TUNERS) == set(Kind) - {Kind.TEXT2TEXT}
 
 
 def test_nothing_else_asks_for_the_class_of_a_spec_or_of_inputs() -> None:
@@ -162,12 +160,6 @@ def test_it_is_read_checked_described_and_tuned(case: Case) -> None:
     described = describe_pipeline(case.spec, case.repository, quiet)
     assert json.loads(json.dumps(described))["task"] == case.spec.task
     assert set(described["models"]) == {path.parent.name for path in case.repository.glob("*/1")}
-    if case.kind in TUNERS:
-        tuned = TUNERS[case.kind](case.folder, slo, 32, ())
-        assert tuned.fields
-        assert tuned.folder == case.folder
-        assert tuned.tunable
-        assert tuned.objective.says
 
 
 def test_it_is_built_once_by_the_command_line_and_by_python(case: Case) -> None:

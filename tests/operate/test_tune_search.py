@@ -121,7 +121,7 @@ def test_what_cannot_be_served_fails_alone(cache: TrialCache) -> None:
     check_refused(said, surface(refuse).search, cache)
 
 
-def searched(slow: Surface, cache: TrialCache, end: float) -> Search:
+def searched(slow: Surface, cache: TrialCache, end: float) -> Search[Any]:
     cache.clear()
     search = slow.search(cache, deadline=0.65 * end, end=end)
     assert search.trials
@@ -196,7 +196,7 @@ def slots(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.fixture
-def servers(slots: list[Any]) -> trial_servers.TrialServers:
+def servers(slots: list[Any]) -> trial_servers.TrialServers[Any]:
     return trial_servers.TrialServers(
         slots[0], slots[1], GoodputObjective(PROMISE, 32), 1.0, lambda *_told: None
     )

@@ -98,10 +98,10 @@ class Surface:
     def search(
         self,
         cache: TrialCache,
-        fields: Sequence[Propose] = FIELDS,
+        fields: Sequence[Propose[Any]] = FIELDS,
         known: Setting | None = None,
         **more: Any,
-    ) -> Search:
+    ) -> Search[Any]:
         """Search with these fields; `more` are other settings of the search."""
         told: list[str] = []
         servers: Any = self

@@ -9,20 +9,29 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
-from typing import Any, Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import psutil
 from pydantic import JsonValue
 
 from triptych.building.generation.inputs import GenerationInputs
 from triptych.serving.bench.results import Measurement, StepUse
+from triptych.spec.any_spec import AnySpec
 from triptych.spec.plan import Plan
 
 MIN_BUSY_RATIO = 0.6
 """Minimum busy share of a step's instances for more instances to be tried."""
 
-Planned = TypeVar("Planned")
-"""Plan of a setting, with its ``spec``; the type depends on the kind of pipeline."""
+
+class HasSpec(Protocol):
+    """Plan with the spec that it was made of."""
+
+    @property
+    def spec(self) -> AnySpec: ...
+
+
+Planned = TypeVar("Planned", bound=HasSpec)
+"""Plan of a setting: `Plan`, or `GenerationInputs` of a pipeline that generates text."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +61,10 @@ class Proposal:
     """Other fields to set together with `values`, not with `others`."""
 
 
-Propose = Callable[[Observation[Any]], Proposal]
+Propose = Callable[[Observation[Planned]], Proposal]
 
 
-def propose_instances(observed: Observation[Any], key: str, step: str, now: int) -> Proposal:
+def propose_instances(observed: Observation[Planned], key: str, step: str, now: int) -> Proposal:
     """Propose more instances of a step if the present ones are busy."""
     use = observed.step(step)
     if use is not None and use.busy is not None and use.busy < MIN_BUSY_RATIO:
@@ -94,7 +103,7 @@ def propose_queue_delay(observed: Observation[Plan]) -> Proposal:
     return Proposal(key, values, f"the core's mean batch is {batch}; a delay may fill it")
 
 
-def propose_step_instances(step: str) -> Propose:
+def propose_step_instances(step: str) -> Propose[Plan]:
     """Propose more instances of a step if the present ones are busy."""
 
     def propose(observed: Observation[Plan]) -> Proposal:
@@ -148,7 +157,7 @@ def propose_layout(observed: Observation[Plan]) -> Proposal:
     return Proposal(key, (other,), f"rows are {now}")
 
 
-FIELDS: tuple[Propose, ...] = (
+FIELDS: tuple[Propose[Plan], ...] = (
     propose_queue_delay,
     propose_step_instances("preprocess"),
     propose_step_instances("core"),
@@ -311,7 +320,7 @@ def _kv_capacity(observed: Observation[GenerationInputs]) -> int:
     return int(memory // (inputs.kv_token_bytes * inputs.request_tokens))
 
 
-GENERATION_FIELDS: tuple[Propose, ...] = (
+GENERATION_FIELDS: tuple[Propose[GenerationInputs], ...] = (
     propose_sequences,
     propose_batched_tokens,
     propose_kv_memory,

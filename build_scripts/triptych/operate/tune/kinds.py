@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar, Generic
 
 from pydantic import JsonValue
 
@@ -20,7 +20,7 @@ from triptych.building.generation.bench import check_clients, requests_of, subje
 from triptych.building.generation.build import build_trial
 from triptych.building.generation.inputs import GenerationInputs, read_generation
 from triptych.building.stages import BuildOptions
-from triptych.operate.tune.fields import FIELDS, GENERATION_FIELDS, Propose
+from triptych.operate.tune.fields import FIELDS, GENERATION_FIELDS, Planned, Propose
 from triptych.operate.tune.objective import GoodputObjective, Objective, ThroughputObjective
 from triptych.operate.tune.results import Outcome
 from triptych.serving.bench import perf_analyzer
@@ -38,7 +38,6 @@ from triptych.serving.bench.results import (
 )
 from triptych.spec.any_spec import load_compiled
 from triptych.spec.generation_fields import GenerationSpec, load_generation_spec
-from triptych.spec.kind import Kind
 from triptych.spec.plan import Plan
 from triptych.spec.slo import AnySlo, GenerationSlo, Slo
 from triptych.spec.tuned import TUNABLE, TUNABLE_GENERATION
@@ -66,44 +65,48 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class BuiltSetting:
+class BuiltSetting(Generic[Planned]):
     """A build of a setting.
 
     Attributes:
-        inputs: Inputs of the build: `PipelineInputs` or `GenerationInputs`.
-        plan: Plan that the tunable fields read, with its ``spec``: `Plan` or `GenerationInputs`.
+        plan: Plan that the tunable fields read.
         requests: Requests of the traffic for perf_analyzer.
         changed: Models that differ from those in the repository before.
+        describe: Returns a description of the measured pipeline and machine; its arguments are
+            the repository and the overrides of the spec.
     """
 
-    inputs: Any
-    plan: Any
+    plan: Planned
     requests: Sequence[Request]
     changed: Sequence[str]
+    describe: Callable[[Path, Mapping[str, JsonValue]], Subject]
 
 
 @dataclass(frozen=True)
-class TunedPipeline(ABC):
+class TunedPipeline(ABC, Generic[Planned]):
     """A pipeline that is tuned.
 
     Attributes:
         clients: Maximum number of clients.
         base: ``KEY=VALUE`` overrides of the spec; those of a setting take precedence.
-        fields: Functions that propose values of a field, in the order of their trials.
         tunable: Keys that ``tuned.yaml`` may contain.
         reloads: Whether a server can load a new build while it serves the previous one.
         searches_rates: Whether the highest rate that meets the SLO is searched at the end.
     """
 
     folder: Path
-    slo: Any
+    slo: AnySlo
     clients: int
     base: tuple[str, ...] = ()
 
-    fields: ClassVar[Sequence[Propose]]
     tunable: ClassVar[Sequence[str]]
     reloads: ClassVar[bool]
     searches_rates: ClassVar[bool]
+
+    @property
+    @abstractmethod
+    def fields(self) -> Sequence[Propose[Planned]]:
+        """Functions that propose values of a field, in the order of their trials."""
 
     @property
     @abstractmethod
@@ -119,7 +122,9 @@ class TunedPipeline(ABC):
         """
 
     @abstractmethod
-    def build(self, setting: Setting, repository: Path, progress: Progress) -> BuiltSetting:
+    def build(
+        self, setting: Setting, repository: Path, progress: Progress
+    ) -> BuiltSetting[Planned]:
         """Build a setting.
 
         Raises:
@@ -127,31 +132,25 @@ class TunedPipeline(ABC):
         """
 
     @abstractmethod
-    def warm_up(self, target: BenchTarget, built: BuiltSetting) -> None:
+    def warm_up(self, target: BenchTarget, requests: Sequence[Request]) -> None:
         """Send the first requests to a pipeline that was just loaded."""
 
     @abstractmethod
     def measure(
-        self, target: BenchTarget, built: BuiltSetting, clients: int, seconds: float
+        self, target: BenchTarget, requests: Sequence[Request], clients: int, seconds: float
     ) -> Measurement:
         """Measure once in a closed loop."""
-
-    @abstractmethod
-    def describe(
-        self, built: BuiltSetting, repository: Path, overrides: Mapping[str, JsonValue]
-    ) -> Subject:
-        """Return a description of the measured pipeline and machine."""
 
     @abstractmethod
     def judge(self, winner: Outcome) -> SloVerdict:
         """Return whether the winner meets the SLO, with its metrics."""
 
     @abstractmethod
-    def advise(self, built: BuiltSetting, winner: Outcome) -> tuple[str, ...]:
+    def advise(self, plan: Planned, winner: Outcome) -> tuple[str, ...]:
         """Return advice beyond tuning, one sentence each."""
 
 
-class CompiledTuning(TunedPipeline):
+class CompiledTuning(TunedPipeline[Plan]):
     """Tuning of a pipeline whose core is a compiled graph."""
 
     slo: Slo
@@ -182,40 +181,39 @@ class CompiledTuning(TunedPipeline):
         core = CompiledStages().make_model(inputs, options)
         return Setting({"core.precision": core.gate.precision})
 
-    def build(self, setting: Setting, repository: Path, progress: Progress) -> BuiltSetting:
+    def build(self, setting: Setting, repository: Path, progress: Progress) -> BuiltSetting[Plan]:
         spec = load_compiled(self.folder, [*self.base, *setting.as_options], untuned=True)
         inputs = read_compiled(spec, progress)
         options = BuildOptions(repository=repository, progress=progress)
         outcome = build(CompiledStages(), inputs, options)
-        return BuiltSetting(inputs, inputs.plan, inputs.traffic, outcome.changed)
 
-    def warm_up(self, target: BenchTarget, built: BuiltSetting) -> None:
+        def describe(repository: Path, overrides: Mapping[str, JsonValue]) -> Subject:
+            server = describe_server(None, spec.core.backend)
+            return describe_target(inputs, repository, server=server, overrides=overrides)
+
+        return BuiltSetting(inputs.plan, inputs.traffic, outcome.changed, describe)
+
+    def warm_up(self, target: BenchTarget, requests: Sequence[Request]) -> None:
         load = OfferedLoad("concurrency", 8)
-        measure(target, built.requests, load, seconds=0.5, warmup_requests=WARM_UP_REQUESTS)
+        measure(target, requests, load, seconds=0.5, warmup_requests=WARM_UP_REQUESTS)
 
     def measure(
-        self, target: BenchTarget, built: BuiltSetting, clients: int, seconds: float
+        self, target: BenchTarget, requests: Sequence[Request], clients: int, seconds: float
     ) -> Measurement:
         load = OfferedLoad("concurrency", float(clients))
-        return measure(target, built.requests, load, seconds=seconds)
-
-    def describe(
-        self, built: BuiltSetting, repository: Path, overrides: Mapping[str, JsonValue]
-    ) -> Subject:
-        server = describe_server(None, built.plan.spec.core.backend)
-        return describe_target(built.inputs, repository, server=server, overrides=overrides)
+        return measure(target, requests, load, seconds=seconds)
 
     def judge(self, winner: Outcome) -> SloVerdict:
         return judge_outcome(self.slo, winner)
 
-    def advise(self, built: BuiltSetting, winner: Outcome) -> tuple[str, ...]:
+    def advise(self, plan: Plan, winner: Outcome) -> tuple[str, ...]:
         # The original spec shows whether the precision was ``auto``.
         spec = load_compiled(self.folder, self.base, untuned=True)
-        return advise_encoder(replace(built.plan, spec=spec), self.slo, winner)
+        return advise_encoder(replace(plan, spec=spec), self.slo, winner)
 
 
 @dataclass(frozen=True)
-class GenerationTuning(TunedPipeline):
+class GenerationTuning(TunedPipeline[GenerationInputs]):
     """Tuning of a pipeline that generates text."""
 
     slo: GenerationSlo
@@ -235,20 +233,27 @@ class GenerationTuning(TunedPipeline):
         check_clients("--clients", self.clients, self._spec(Setting()))
         return Setting()
 
-    def build(self, setting: Setting, repository: Path, progress: Progress) -> BuiltSetting:
+    def build(
+        self, setting: Setting, repository: Path, progress: Progress
+    ) -> BuiltSetting[GenerationInputs]:
         inputs = read_generation(self._spec(setting), progress)
         untuned = replace(inputs, spec=self._spec(Setting()))
         changed = build_trial(inputs, untuned, repository, progress)
-        return BuiltSetting(inputs, inputs, requests_of(inputs), changed)
 
-    def warm_up(self, target: BenchTarget, built: BuiltSetting) -> None:
+        def describe(_repository: Path, overrides: Mapping[str, JsonValue]) -> Subject:
+            subject = subject_of(inputs, server=describe_server(None))
+            return replace(subject, overrides=dict(overrides))
+
+        return BuiltSetting(inputs, requests_of(inputs), changed, describe)
+
+    def warm_up(self, target: BenchTarget, requests: Sequence[Request]) -> None:
         """Send a few concurrent requests; errors are ignored, because measurements report them."""
         count = min(WARM_UP_ANSWERS, self.clients)
         try:
             perf_analyzer.run(
                 target.grpc_url,
                 target.pipeline,
-                built.requests,
+                requests,
                 OfferedLoad("concurrency", count),
                 Span(request_count=count),
                 form=RequestForm(streaming=True),
@@ -258,13 +263,17 @@ class GenerationTuning(TunedPipeline):
                 raise
 
     def measure(
-        self, target: BenchTarget, built: BuiltSetting, clients: int, seconds: float
+        self,
+        target: BenchTarget,
+        requests: Sequence[Request],
+        clients: int,
+        seconds: float,
     ) -> Measurement:
         """Measure once; the first measurement sets the duration for this number of clients."""
         known_s = self._seconds.get(clients)
         result = measure(
             replace(target, streaming_slo=self.slo),
-            built.requests,
+            requests,
             OfferedLoad("concurrency", float(clients)),
             seconds=known_s or seconds,
             warmup_requests=0 if known_s else WARM_UP_ANSWERS,
@@ -273,29 +282,15 @@ class GenerationTuning(TunedPipeline):
             self._seconds[clients] = max(seconds, result.seconds / WINDOW_FACTOR)
         return result
 
-    def describe(
-        self, built: BuiltSetting, repository: Path, overrides: Mapping[str, JsonValue]
-    ) -> Subject:
-        subject = subject_of(built.inputs, server=describe_server(None))
-        return replace(subject, overrides=dict(overrides))
-
     def judge(self, winner: Outcome) -> SloVerdict:
         return judge_goodput(self.slo, winner)
 
-    def advise(self, built: BuiltSetting, winner: Outcome) -> tuple[str, ...]:
-        return advise_generation(built.inputs, self.slo, winner)
+    def advise(self, plan: GenerationInputs, winner: Outcome) -> tuple[str, ...]:
+        return advise_generation(plan, self.slo, winner)
 
     def _spec(self, setting: Setting) -> GenerationSpec:
         options = [*self.base, *setting.as_options]
         return load_generation_spec(self.folder, options, untuned=True)
-
-
-TUNERS: Mapping[Kind, Callable[[Path, Any, int, tuple[str, ...]], TunedPipeline]] = {
-    Kind.ENCODER: CompiledTuning,
-    Kind.MODEL: CompiledTuning,
-    Kind.TEXT_GENERATION: GenerationTuning,
-}
-"""Kinds that can be tuned; the only place in this package that chooses by `Kind`."""
 
 
 def judge_outcome(slo: Slo, winner: Outcome) -> SloVerdict:

@@ -12,7 +12,7 @@ from math import inf
 from operator import attrgetter
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Generic
 
 from pydantic import JsonValue
 
@@ -21,7 +21,7 @@ from triptych.base.errors import Progress, UserError
 from triptych.base.files import write_files
 from triptych.base.formatting import rounded
 from triptych.core.gate.cached import GateFailure
-from triptych.operate.tune.fields import Observation, Proposal, Propose
+from triptych.operate.tune.fields import HasSpec, Observation, Planned, Proposal, Propose
 from triptych.operate.tune.kinds import Setting
 from triptych.operate.tune.objective import LoadFailed, ScoredRound
 from triptych.operate.tune.results import (
@@ -75,13 +75,13 @@ def _hash(value: object) -> str:
 
 
 @dataclass
-class Search:
-    servers: TrialServers
+class Search(Generic[Planned]):
+    servers: TrialServers[Planned]
     cache: TrialCache
     deadline: float  # no trial begins after it (monotonic clock)
     cores: int
     limits_us: Mapping[str, float]  # limits of the SLO, in microseconds
-    fields: Sequence[Propose]  # tunable fields, in the order of their trials
+    fields: Sequence[Propose[Planned]]  # tunable fields, in the order of their trials
     progress: Progress  # called at each trial
     best: Setting = field(default_factory=Setting)  # best setting
     trials: list[Trial] = field(default_factory=list)
@@ -240,6 +240,6 @@ def collect_points(rounds: Sequence[ScoredRound]) -> Iterator[LoadPoint]:
         yield LoadPoint(OfferedLoad("concurrency", float(clients)), tuple(found))
 
 
-def _value_of(plan: Any, key: str) -> JsonValue:
+def _value_of(plan: HasSpec, key: str) -> JsonValue:
     value: JsonValue = attrgetter(key)(plan.spec)
     return value

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Generic
 
 from triptych.base.errors import Progress
+from triptych.operate.tune.fields import Planned
 from triptych.operate.tune.kinds import BuiltSetting, Setting, TunedPipeline
 from triptych.operate.tune.objective import Objective, ScoredRound
 from triptych.repository.store import sibling_work_dir
@@ -28,15 +29,15 @@ MIN_ROUNDS = 3
 """Minimum number of rounds of the final comparison; two show too little of the noise."""
 
 
-class TrialServer:
+class TrialServer(Generic[Planned]):
     """A repository and its server, with one setting at a time."""
 
-    def __init__(self, folder: Path, pipeline: TunedPipeline) -> None:
+    def __init__(self, folder: Path, pipeline: TunedPipeline[Planned]) -> None:
         self.repository = folder
         self._pipeline = pipeline
         self._server: Server | None = None
         self.setting: Setting | None = None
-        self._built: BuiltSetting | None = None
+        self._built: BuiltSetting[Planned] | None = None
 
     def put(self, setting: Setting, progress: Progress, building: Progress) -> None:
         """Build and serve a setting, and reload only the changed models.
@@ -68,11 +69,11 @@ class TrialServer:
             except BaseException:
                 self.close()
                 raise
-        self._pipeline.warm_up(self.target, built)
+        self._pipeline.warm_up(self.target, built.requests)
         self.setting, self._built = setting, built
 
     @property
-    def served(self) -> BuiltSetting:
+    def served(self) -> BuiltSetting[Planned]:
         """Setting that is served now."""
         if self._built is None:
             raise RuntimeError("no setting is served")
@@ -88,7 +89,7 @@ class TrialServer:
         return BenchTarget(server.grpc_url, name, server.metrics_url, server.pid)
 
     def measure(self, clients: int, seconds: float) -> Measurement:
-        return self._pipeline.measure(self.target, self.served, clients, seconds)
+        return self._pipeline.measure(self.target, self.served.requests, clients, seconds)
 
     def close(self) -> None:
         if self._server is not None:
@@ -98,7 +99,7 @@ class TrialServer:
 
 
 @dataclass
-class TrialServers:
+class TrialServers(Generic[Planned]):
     """Both servers; see `trial_servers`. Rounds alternate their order.
 
     Attributes:
@@ -108,8 +109,8 @@ class TrialServers:
         baseline: Setting of `begin`.
     """
 
-    best: TrialServer
-    trial: TrialServer
+    best: TrialServer[Planned]
+    trial: TrialServer[Planned]
     objective: Objective
     seconds: float
     progress: Progress
@@ -126,20 +127,20 @@ class TrialServers:
     _rounds: int = 0
     _builds: int = 0
 
-    def put(self, server: TrialServer, setting: Setting) -> None:
+    def put(self, server: TrialServer[Planned], setting: Setting) -> None:
         """Build and serve a setting; see `TrialServer.put`."""
         # Only the first build reports its stages, because all build the same model.
         self._builds += 1
         server.put(setting, self.progress, self.progress if self._builds == 1 else _ignore)
 
-    def measure(self, server: TrialServer, clients: int) -> Measurement:
+    def measure(self, server: TrialServer[Planned], clients: int) -> Measurement:
         """Measure a server in a closed loop."""
         began = time.monotonic()
         one = server.measure(clients, self.seconds)
         self._took_s[clients] = time.monotonic() - began
         return one
 
-    def score(self, server: TrialServer) -> ScoredRound:
+    def score(self, server: TrialServer[Planned]) -> ScoredRound:
         """Score a server once; see `Objective.score`."""
         known = self.scored(server.setting)
         start = known[-1].start if known else self._start
@@ -181,7 +182,7 @@ class TrialServers:
         took_s = [sum(map(self.measure_s, each)) for each in clients]
         return len(settings) * sum(took_s) / len(took_s) if took_s else 0.0
 
-    def begin(self, present: Setting) -> tuple[Any, ScoredRound]:
+    def begin(self, present: Setting) -> tuple[Planned, ScoredRound]:
         """Serve `present` as the best setting, and score it once."""
         self.baseline = present
         self.put(self.best, present)
@@ -215,7 +216,7 @@ class TrialServers:
         self._start = present.start
         return present, other
 
-    def _with(self, server: TrialServer, scored: ScoredRound, clients: int) -> ScoredRound:
+    def _with(self, server: TrialServer[Planned], scored: ScoredRound, clients: int) -> ScoredRound:
         """Return the better of this round and a round with the other server's number of clients.
 
         Otherwise a setting would lose if its best number of clients was chosen amid noise.
@@ -229,7 +230,7 @@ class TrialServers:
         )
         return self.scored(server.setting)[-1]
 
-    def accept_trial(self) -> Any:
+    def accept_trial(self) -> Planned:
         """Make the trial the best setting, and return its plan."""
         self.best, self.trial = self.trial, self.best
         return self.best.served.plan
@@ -237,8 +238,8 @@ class TrialServers:
 
 @contextmanager
 def trial_servers(
-    pipeline: TunedPipeline, repository: Path, seconds: float, progress: Progress
-) -> Iterator[TrialServers]:
+    pipeline: TunedPipeline[Planned], repository: Path, seconds: float, progress: Progress
+) -> Iterator[TrialServers[Planned]]:
     """Yield both servers, in a temporary folder beside the repository.
 
     Args:

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
+from typing import Generic, cast
 
 from triptych.base.cache import code_hash, sha256_of
 from triptych.base.errors import Progress, UserError
-from triptych.operate.tune.kinds import TUNERS, Setting, TunedPipeline
+from triptych.operate.tune.fields import Planned
+from triptych.operate.tune.kinds import CompiledTuning, GenerationTuning, Setting, TunedPipeline
 from triptych.operate.tune.objective import LoadFailed, ScoredRound
 from triptych.operate.tune.results import Outcome, TuneResult, format_scores, ratio_of
 from triptych.operate.tune.search import Search, TrialCache, collect_points, pair_scores
@@ -23,6 +25,7 @@ from triptych.serving.bench.comparison import Price
 from triptych.serving.bench.rates import find_highest_rate
 from triptych.serving.bench.results import LoadPoint
 from triptych.spec.any_spec import kind_in
+from triptych.spec.kind import Kind
 from triptych.spec.slo import AnySlo, GenerationSlo, Slo
 from triptych.spec.spec import SPEC_FILE, not_known_here, task_of
 from triptych.spec.traffic import TRAFFIC_FILE
@@ -81,11 +84,25 @@ def tune_pipeline(folder: Path, repository: Path, tuning: Tuning, progress: Prog
     Raises:
         GateFailure, LintFailure, UserError: The baseline cannot be built or served.
     """
-    tuner = TUNERS.get(kind_in(folder))
-    if tuner is None:
-        raise not_known_here("task", task_of(folder))
-    pipeline = tuner(folder, tuning.slo, tuning.clients, tuning.overrides)
-    objective = pipeline.objective
+    match kind_in(folder):
+        case Kind.ENCODER | Kind.MODEL:
+            compiled = CompiledTuning(
+                folder, cast(Slo, tuning.slo), tuning.clients, tuning.overrides
+            )
+            return _tune(compiled, repository, tuning, progress)
+        case Kind.TEXT_GENERATION:
+            generation = GenerationTuning(
+                folder, cast(GenerationSlo, tuning.slo), tuning.clients, tuning.overrides
+            )
+            return _tune(generation, repository, tuning, progress)
+        case Kind.TEXT2TEXT:
+            raise not_known_here("task", task_of(folder))
+
+
+def _tune(
+    pipeline: TunedPipeline[Planned], repository: Path, tuning: Tuning, progress: Progress
+) -> TuneResult:
+    folder, objective = pipeline.folder, pipeline.objective
     start = pipeline.start(repository, progress)
     cache = TrialCache(_cache_key(folder, tuning, start))
     old = read_tuned(folder, pipeline.tunable)
@@ -115,9 +132,9 @@ def tune_pipeline(folder: Path, repository: Path, tuning: Tuning, progress: Prog
                 remedy="See the server's log, and run tune again; finished trials are kept",
             ) from error
         server = servers.best
-        subject = pipeline.describe(server.served, server.repository, after.overrides)
+        subject = server.served.describe(server.repository, after.overrides)
         slo = pipeline.judge(after)
-        advice = () if slo.passed else pipeline.advise(server.served, after)
+        advice = () if slo.passed else pipeline.advise(server.served.plan, after)
     result = TuneResult(
         subject=subject,
         slo=tuning.slo,
@@ -139,7 +156,7 @@ def tune_pipeline(folder: Path, repository: Path, tuning: Tuning, progress: Prog
     return result
 
 
-def _min_rates_s(pipeline: TunedPipeline, tuning: Tuning) -> float:
+def _min_rates_s(pipeline: TunedPipeline[Planned], tuning: Tuning) -> float:
     """Return the minimum time of both rate searches, in seconds; 0 without searches."""
     searched = pipeline.searches_rates and tuning.slo.limits_us
     return 2 * _MIN_RATE_S * tuning.seconds if searched else 0.0
@@ -158,11 +175,11 @@ def _cache_key(folder: Path, tuning: Tuning, start: Setting) -> dict[str, object
 
 
 @dataclass(frozen=True)
-class _Final:
+class _Final(Generic[Planned]):
     """Final comparison of the baseline and the winner of the search, in turns."""
 
-    servers: TrialServers
-    pipeline: TunedPipeline
+    servers: TrialServers[Planned]
+    pipeline: TunedPipeline[Planned]
     tuning: Tuning
     end: float  # deadline (monotonic clock); mandatory measurements may exceed it
     progress: Progress
@@ -218,7 +235,7 @@ class _Final:
         return seconds < left_s
 
     def _outcomes(
-        self, sides: dict[str, tuple[TrialServer, Setting, list[ScoredRound]]]
+        self, sides: dict[str, tuple[TrialServer[Planned], Setting, list[ScoredRound]]]
     ) -> list[Outcome]:
         """Return the outcome of each side, after measuring the remaining numbers of clients."""
         tuning = self.tuning
@@ -245,7 +262,7 @@ class _Final:
         ]
 
     def _points(
-        self, server: TrialServer, setting: Setting, final: Sequence[ScoredRound]
+        self, server: TrialServer[Planned], setting: Setting, final: Sequence[ScoredRound]
     ) -> tuple[LoadPoint, ...]:
         """Return all points of a setting; the search provides those the final lacks."""
         measured = {clients for scored in final for clients in scored.by_clients}
@@ -257,7 +274,7 @@ class _Final:
 
     def _outcome(
         self,
-        server: TrialServer,
+        server: TrialServer[Planned],
         setting: Setting,
         rounds: Sequence[ScoredRound],
         points: tuple[LoadPoint, ...],
