@@ -16,8 +16,7 @@ from hot_reload_cases import Asker, hooks, write_tickets
 from processes import CORE_IS_A_PROCESS, eventually
 from scaffolding import keep_rows
 from served_command import TRIPTYCH
-from triptych.building.dev import Watch, rebuild
-from triptych.building.unchecked import REASON, write_unchecked
+from triptych.building.dev import REASON, Watch, rebuild, write_unchecked
 from triptych.repository.history import rollback
 from triptych.repository.lint import run_checks
 from triptych.repository.manifest import build_id
