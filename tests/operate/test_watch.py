@@ -135,7 +135,7 @@ def test_lengths_have_moved_where_chance_cannot_explain_it() -> None:
         assert found.drifted
         assert found.computed == pytest.approx(found.now.mean / found.before.mean)
         (told,) = find_drifts(found, ())
-        assert f"{found.computed:.2f} times the tokens computed" in told
+        assert f"{found.computed:.2f} times as many" in told
     # Rows of 15 tokens are padded to 20 and those of 25 to 40.
     old, new = (Lengths.of(each, max_length=256) for each in ([10, 20] * 9, [15, 25] * 9))
     padded = compare_lengths(plan_for(old, (10, 20, 40, 256)), new)

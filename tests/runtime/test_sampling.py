@@ -470,7 +470,7 @@ def test_texts_six_times_as_long_are_a_drift_until_the_traffic_has_them(
     watch()
     classify([f"{' '.join([text] * 6)} {row}" for row, text in enumerate(TEXTS * 8)])
     code, look = watch()
-    assert (code, look["alarms"], len(look["drifts"])) == (1, [], 1)
+    assert (code, look["alarms"]) == (1, [])
     assert look["drifts"][0].startswith("lengths changed: ")
     change = look["lengths"]
     ratio = change["now"]["mean"] / change["before"]["mean"]

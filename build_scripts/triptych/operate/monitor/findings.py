@@ -46,11 +46,6 @@ class RowLengths:
     p99: int
     at_limit: float  # share of rows with the maximum length, which are truncated or just fit
 
-    def __str__(self) -> str:
-        """Return text such as ``28.3 tokens on average (p99 96, 2.0% at the limit)``."""
-        rest = f"(p99 {self.p99}, {self.at_limit:.1%} at the limit)"
-        return f"{self.mean:.1f} tokens on average {rest}"
-
 
 @dataclass(frozen=True)
 class LengthChange:
@@ -75,7 +70,12 @@ class LengthChange:
 
     def __str__(self) -> str:
         """Return the size of the change as text."""
-        return f"{self.now}, built for {self.before}: {self.computed:.2f} times the tokens computed"
+        now, before = self.now, self.before
+        return (
+            f"{now.mean:.1f} tokens on average (built for {before.mean:.1f}),"
+            f" p99 {now.p99} ({before.p99}), {now.at_limit:.1%} of the rows at the limit"
+            f" ({before.at_limit:.1%}); a row computes {self.computed:.2f} times as many"
+        )
 
 
 def compare_lengths(plan: Plan, now: Lengths) -> LengthChange | None:
