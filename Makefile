@@ -35,7 +35,7 @@ $(INSTALLED): pyproject.toml build_scripts/constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing 2.4 GB into $(VENV), in about 2 minutes ..."
 	@$(PIP_INSTALL) \
-	  --editable ".[build,local,gateway,openvino,parquet,templates,tensorrt,text2text,demo,dev]"
+	  --editable ".[build,local,gateway,openvino,parquet,tensorrt,text2text,demo,dev]"
 	@touch $@ $(FOR_USERS)
 
 # Beside .venv, whose packages it sees but for those it has itself: torch is not installed twice.

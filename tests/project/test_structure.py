@@ -45,7 +45,6 @@ HEAVY = {
         "models/source.py",
         "models/tokenizer.py",
     },
-    "copier": {"spec/template.py"},
     "vllm": {"runtime/engine_vllm.py"},
     "tensorrt_llm": {"runtime/engine_tensorrt_llm.py"},
     "ctranslate2": {"building/generation/text2text.py", "runtime/engine_ctranslate2.py"},

@@ -145,9 +145,6 @@ def new(
     task: str | None = None,
     *,
     template: str | None = None,
-    answers: Mapping[str, str] | None = None,
-    ref: str | None = None,
-    trust: bool = False,
     model: str | None = None,
     hooks: bool = False,
     pipelines: Path | str = PIPELINES,
@@ -157,10 +154,7 @@ def new(
     Args:
         name: Name of the pipeline.
         task: Task, or another built-in template; None with `template`.
-        template: Name of a built-in template, a folder, or address of a git repository.
-        answers: Answers to the questions of the template.
-        ref: Tag, branch or commit of the template in git. None: its latest tag.
-        trust: Whether tasks and Jinja extensions of the template may run.
+        template: Name of a built-in template, or a folder.
         model: A Hub id, ``package:NAME``, a folder, an ONNX file, or ``FILE.py:NAME`` of a
             PyTorch module. None: an example for the task.
         hooks: Whether to add ``hooks.py`` and its tests.
@@ -171,11 +165,7 @@ def new(
     """
     from triptych.core.own_scaffold import describe_model
     from triptych.spec.scaffold import scaffold
-    from triptych.spec.template import TemplateChoice
 
-    choice = None
-    if template is not None:
-        choice = TemplateChoice(template=template, answers=answers or {}, ref=ref, trust=trust)
     with _name_arguments():
         made = scaffold(
             name,
@@ -184,7 +174,7 @@ def new(
             with_hooks=hooks,
             pipelines=Path(pipelines),
             describe=describe_model,
-            choice=choice,
+            template=template,
         )
     return Path(made.folder)
 

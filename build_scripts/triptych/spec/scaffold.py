@@ -1,9 +1,4 @@
-"""Create new pipelines from templates, atomically.
-
-A built-in template ``templates/NAME/`` has the files of a new folder, ``templates/NAME/hooks/``
-those added with hooks. Python files there end in ``.txt``, so that they are not modules of this
-package.
-"""
+"""Create new pipelines from templates, atomically."""
 
 from __future__ import annotations
 
@@ -13,7 +8,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,13 +20,9 @@ from triptych.models.source import check_model_files
 from triptych.spec.kind import GENERATING, GENERATION
 from triptych.spec.scaffold_graph import Described, fit_graph
 from triptych.spec.spec import SPEC_FILE, check_folder
-from triptych.spec.template import BUILT_IN, TemplateChoice, find_template, render
+from triptych.spec.template import BUILT_IN, fill, find_template
 from triptych.spec.traffic import TRAFFIC_FILE
 
-HOOKS = "hooks"
-ROW_TESTS = BUILT_IN / "test_hooks.py.txt"
-"""Tests of the hooks of every task, with ``@rows@`` in place of the rows in its `ROWS_FILE`."""
-ROWS_FILE = "test_rows.txt"
 STAGING = ".new"
 MASK_TOKEN = "<mask>"
 LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
@@ -67,7 +58,8 @@ def scaffold(
     with_hooks: bool,
     pipelines: Path,
     describe: Callable[[Path, str], Described] | None = None,
-    choice: TemplateChoice | None = None,
+    template: str | None = None,
+    templates: Path | None = None,
 ) -> Scaffold:
     """Create the folder ``pipelines/name`` with a spec, traffic and, optionally, hooks.
 
@@ -82,7 +74,8 @@ def scaffold(
         describe: Returns the interface of an ONNX file, or of the module that a function or class
             of a Python file makes, by the path of the file and the name. None: the inputs and
             outputs are those of the template.
-        choice: Template in place of `task`: a built-in one, a folder or a git repository.
+        template: Name or folder of a template in place of `task`.
+        templates: Folder with templates of a company, which have names then, too.
 
     Raises:
         UserError: The name, task or template is invalid, the model folder is missing, or the
@@ -96,29 +89,33 @@ def scaffold(
             given=name,
             remedy="Give the parent folder with --pipelines",
         )
-    template = _choose(task, model, choice, with_hooks)
+    source = _choose(task, model) if template is None else find_template(template, templates)
+    if template is not None and task is not None:
+        raise UserError(
+            "--template",
+            "takes the place of TASK",
+            given=f"{task} and {template}",
+            remedy="Omit one of them",
+        )
     # The spec does not exist yet: the built-in spec of a task takes its place in the check.
     check_folder(folder, BUILT_IN / GENERATION / SPEC_FILE)
     local, factory = (None, "") if model is None else _local_model(model)
     if local is not None and local.is_dir():
         check_model_files(local, "--model", str(model))
     with _new_folder(folder) as staging:
-        if isinstance(template, Path):
-            marks = {
-                "@name@": name,
-                "@folder@": shlex.quote(str(folder)),
-                "@mask@": _mask_token(local) or MASK_TOKEN,
-            }
-            _fill(template, staging, with_hooks=with_hooks, marks=marks)
-        else:
-            render(template, name, folder, staging)
+        marks = {
+            "@name@": name,
+            "@folder@": shlex.quote(str(folder)),
+            "@mask@": _mask_token(local) or MASK_TOKEN,
+        }
+        fill(source, staging, with_hooks=with_hooks, marks=marks)
         spec = (staging / SPEC_FILE).read_text(encoding="utf-8")
         task = "".join(re.findall(r"(?m)^task: *(\S+)", spec)[:1])
         if model is not None:
             is_file = local is not None and local.is_file()
-            source = _written_source(model, local, folder) + (f":{factory}" if factory else "")
-            spec = _with_source(spec, source, is_file=is_file, is_module=bool(factory))
-            if is_file and local and describe is not None and isinstance(template, Path):
+            written = _written_source(model, local, folder) + (f":{factory}" if factory else "")
+            spec = _with_source(spec, written, is_file=is_file, is_module=bool(factory))
+            if is_file and local and describe is not None and source.parent == BUILT_IN:
                 samples = BUILT_IN / "image-classification/samples"
                 spec = fit_graph(spec, staging, folder, describe(local, factory), samples)
         if task == GENERATION and local is not None:
@@ -140,50 +137,21 @@ def tasks() -> list[str]:
     return sorted(path.parent.name for path in BUILT_IN.glob(f"*/{SPEC_FILE}"))
 
 
-def _choose(
-    task: str | None, model: str | None, choice: TemplateChoice | None, with_hooks: bool
-) -> Path | TemplateChoice:
-    """Return the folder of a built-in template, or a template that copier renders."""
-    if choice is None:
-        is_module = model is not None and MODULE.fullmatch(model) is not None
-        if is_module and task in (None, "pytorch"):
-            task = "onnx"  # the functions of `pytorch` are those of its example
-        if task is None and model is not None and Path(model).suffix == ".onnx":
-            task = "onnx"
-        if task is None or task not in tasks():
-            raise UserError(
-                "TASK",
-                "is not a known task" if task else "is required",
-                given=task or "",
-                remedy=f"{closest(task or '', tasks())}Choose one of: {', '.join(tasks())}",
-            )
-        return BUILT_IN / task
-    if task is not None:
+def _choose(task: str | None, model: str | None) -> Path:
+    """Return the folder of a built-in template."""
+    is_module = model is not None and MODULE.fullmatch(model) is not None
+    if is_module and task in (None, "pytorch"):
+        task = "onnx"  # the functions of `pytorch` are those of its example
+    if task is None and model is not None and Path(model).suffix == ".onnx":
+        task = "onnx"
+    if task is None or task not in tasks():
         raise UserError(
-            "--template",
-            "takes the place of TASK",
-            given=f"{task} and {choice.template}",
-            remedy="Omit one of them",
+            "TASK",
+            "is not a known task" if task else "is required",
+            given=task or "",
+            remedy=f"{closest(task or '', tasks())}Choose one of: {', '.join(tasks())}",
         )
-    found = find_template(choice)
-    if isinstance(found, Path) and found.parent == BUILT_IN:
-        options = {"--answer": choice.answers, "--ref": choice.ref, "--trust": choice.trust}
-        for option in (name for name, value in options.items() if value):
-            raise UserError(
-                option,
-                "is only supported for a template that is not built in",
-                given=choice.template,
-                remedy="Omit the option",
-            )
-        return found
-    if with_hooks:
-        raise UserError(
-            "--hooks",
-            "is only supported for a built-in template",
-            given=choice.template,
-            remedy="Omit the option: the template itself has its functions",
-        )
-    return choice
+    return BUILT_IN / task
 
 
 def _with_source(spec: str, source: str, *, is_file: bool, is_module: bool) -> str:
@@ -215,25 +183,6 @@ def _written_source(model: str, local: Path | None, folder: Path) -> str:
         return str(local)
     # `..` of a linked folder is not its parent in the path, so links are resolved.
     return os.path.relpath(local.resolve(), folder.parent.resolve() / folder.name)
-
-
-def _fill(template: Path, target: Path, *, with_hooks: bool, marks: Mapping[str, str]) -> None:
-    """Write the files of a built-in template into `target`, with its placeholders replaced."""
-    for source in sorted(path for path in template.rglob("*") if path.is_file()):
-        path, content = source.relative_to(template), source.read_bytes()
-        if path.parts[0] == HOOKS:
-            path = path.relative_to(HOOKS)
-            if not with_hooks:
-                continue
-        if path.name == ROWS_FILE:
-            path = path.with_name(ROW_TESTS.name)
-            content = ROW_TESTS.read_bytes().replace(b"@rows@\n", content)
-        if path.suffix != ".png":
-            for mark, value in marks.items():
-                content = content.replace(mark.encode(), value.encode())
-        file = target / path.as_posix().removesuffix(".txt")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(content)
 
 
 def _local_model(model: str) -> tuple[Path | None, str]:

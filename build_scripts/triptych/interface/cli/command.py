@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 VERBS = {
-    "Create": ("new", "templates", "fields", "update", "test", "dev"),
+    "Create": ("new", "templates", "fields", "test", "dev"),
     "Build": ("inspect", "build", "engine", "lint", "list", "history", "rollback"),
     "Serve": ("serve", "infer", "ui", "gateway", "key", "doctor"),
     "Measure": ("verify", "bench", "bench-diff", "tune", "shadow"),
