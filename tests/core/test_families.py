@@ -346,7 +346,7 @@ def read_rows(inputs: PipelineInputs, pipeline: Path) -> list[GateRequest]:
     plan = inputs.plan
     reader = RequestReader(plan.encoder_spec, plan.task, plan.info, inputs.tokenizer_folder, None)
     names = [tensor.name for tensor in plan.task.inputs]
-    return list(reader.read(TRAFFIC_FILE, read_traffic(pipeline, names, file=TRAFFIC_FILE)))
+    return list(reader.read(TRAFFIC_FILE, read_traffic(pipeline, names)))
 
 
 pytestmark = [pytest.mark.build, pytest.mark.filterwarnings("ignore")]

@@ -223,17 +223,15 @@ class CompiledStages:
         )
 
 
-def read_compiled(
-    spec: CompiledSpec, progress: Progress, *, traffic: Path | None = None
-) -> PipelineInputs:
+def read_compiled(spec: CompiledSpec, progress: Progress) -> PipelineInputs:
     """Read the inputs of a pipeline whose core is a compiled graph; see `core.inputs.read_inputs`.
 
     Raises:
         UserError: The spec, the model, the hooks or the traffic has a mistake.
     """
     if is_own(spec):
-        return read_own_inputs(spec, progress, traffic=traffic)
-    return read_inputs(spec, progress, traffic=traffic)
+        return read_own_inputs(spec, progress)
+    return read_inputs(spec, progress)
 
 
 def _warm_ups(core: CheckedCore, progress: Progress) -> Path | None:

@@ -247,9 +247,7 @@ def read_model_of(
     return read_model(folder, progress, for_images=images, loader=task.loader, tokenizer=source)
 
 
-def read_inputs(
-    spec: PipelineSpec, progress: Progress, *, traffic: Path | None = None
-) -> PipelineInputs:
+def read_inputs(spec: PipelineSpec, progress: Progress) -> PipelineInputs:
     """Resolve the model, read and tokenize the requests, derive the plan.
 
     Only the cache is written.
@@ -257,7 +255,6 @@ def read_inputs(
     Args:
         spec: Spec of the pipeline.
         progress: Callback for what was read.
-        traffic: File of texts to use instead of the pipeline's ``traffic.jsonl``.
 
     Raises:
         UserError: The spec, the model, the hooks or the traffic has a mistake.
@@ -267,8 +264,7 @@ def read_inputs(
     files_of(spec)
     check_config_texts(spec.serving.config, shares_core=spec.core.shared_from is not None)
     report_settings(spec, progress)
-    file = traffic or spec.folder / TRAFFIC_FILE
-    lines = read_traffic(file.parent, [tensor.name for tensor in task.inputs], file=file.name)
+    lines = read_traffic(spec.folder, [tensor.name for tensor in task.inputs])
     folder = locate(spec.model, spec.folder)
     info, tokenizer = read_model_of(spec, task, folder, progress)
     info = _with_prompts(info, spec, task)

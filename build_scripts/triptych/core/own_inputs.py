@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 
@@ -62,15 +61,12 @@ MAX_APART = 1e-3
 """
 
 
-def read_own_inputs(
-    spec: ModelSpec, progress: Progress, *, traffic: Path | None = None
-) -> PipelineInputs:
+def read_own_inputs(spec: ModelSpec, progress: Progress) -> PipelineInputs:
     """Read the graph, the functions and the traffic, and derive the plan.
 
     Args:
         spec: Spec of the pipeline.
         progress: Callback for what was read.
-        traffic: File of rows to use instead of the pipeline's ``traffic.jsonl``.
 
     Raises:
         UserError: The spec, the graph, the functions or the traffic has a mistake.
@@ -84,7 +80,7 @@ def read_own_inputs(
     report_settings(spec, progress)
     hooks = load_checked_hooks(spec)
     reader = OwnReader(spec, task)
-    requests = reader.read(traffic or spec.folder / TRAFFIC_FILE)
+    requests = reader.read(spec.folder / TRAFFIC_FILE)
     runs = dict(zip(spec.models or [""], map(open_own_model, specs), strict=True))
     found = find_stages(spec, reader, requests[:KNOWN_ROWS], runs, rows=takes_rows(hooks, spec))
     spec = found.spec

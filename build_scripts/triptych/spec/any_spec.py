@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from triptych.spec.generation_fields import (
     GenerationSpec,
@@ -60,11 +59,7 @@ def load_any_spec(folder: Path, overrides: Sequence[str] = (), *, untuned: bool 
 
 
 def load_compiled(
-    folder: Path,
-    overrides: Sequence[str] = (),
-    *,
-    untuned: bool = False,
-    tuned: Mapping[str, Any] | None = None,
+    folder: Path, overrides: Sequence[str] = (), *, untuned: bool = False
 ) -> CompiledSpec:
     """Read the spec of a pipeline whose core is a compiled graph; arguments as `load_spec`.
 
@@ -72,7 +67,7 @@ def load_compiled(
         UserError: See `load_spec`.
     """
     load = load_model_spec if kind_in(folder) is Kind.MODEL else load_spec
-    return load(folder, overrides, untuned=untuned, tuned=tuned)
+    return load(folder, overrides, untuned=untuned)
 
 
 def parse_any_slo(spec: AnySpec, limits: Sequence[str], throughput: float | None) -> AnySlo:

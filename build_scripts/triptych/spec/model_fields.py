@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -526,15 +526,11 @@ def is_own(spec: CompiledSpec) -> TypeIs[ModelSpec]:
 
 
 def load_model_spec(
-    folder: Path,
-    overrides: Sequence[str] = (),
-    *,
-    untuned: bool = False,
-    tuned: Mapping[str, Any] | None = None,
+    folder: Path, overrides: Sequence[str] = (), *, untuned: bool = False
 ) -> ModelSpec:
     """Read ``folder/pipeline.yaml``, ``tuned.yaml`` and the overrides; arguments as `load_spec`.
 
     Raises:
         UserError: The file is missing or not YAML, a key is unknown or a value out of range.
     """
-    return load_tunable(ModelSpec, folder, overrides, untuned=untuned, tuned=tuned)
+    return load_tunable(ModelSpec, folder, overrides, untuned=untuned)

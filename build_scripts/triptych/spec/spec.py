@@ -109,11 +109,7 @@ class PipelineSpec(BaseModel):
 
 
 def load_spec(
-    folder: Path,
-    overrides: Sequence[str] = (),
-    *,
-    untuned: bool = False,
-    tuned: Mapping[str, Any] | None = None,
+    folder: Path, overrides: Sequence[str] = (), *, untuned: bool = False
 ) -> PipelineSpec:
     """Read ``folder/pipeline.yaml``, then ``tuned.yaml`` if it exists, then the overrides.
 
@@ -121,7 +117,6 @@ def load_spec(
         folder: Folder of the pipeline.
         overrides: ``KEY=VALUE`` each: dotted keys, YAML values.
         untuned: Whether to ignore ``tuned.yaml``.
-        tuned: Values in place of those in ``tuned.yaml``.
 
     Raises:
         UserError: The file is missing or not YAML, a key is unknown or a value out of range; or the
@@ -130,21 +125,15 @@ def load_spec(
     task = task_of(folder)
     if kind_of_task(task) is not Kind.ENCODER:
         raise not_known_here(f"{folder / SPEC_FILE}: task", task)
-    return load_tunable(PipelineSpec, folder, overrides, untuned=untuned, tuned=tuned)
+    return load_tunable(PipelineSpec, folder, overrides, untuned=untuned)
 
 
 def load_tunable(
-    model: type[Spec],
-    folder: Path,
-    overrides: Sequence[str],
-    *,
-    untuned: bool,
-    tuned: Mapping[str, Any] | None,
+    model: type[Spec], folder: Path, overrides: Sequence[str], *, untuned: bool
 ) -> Spec:
     """Read a spec of a class whose fields ``tuned.yaml`` may set; see `load_spec`."""
-    if tuned is None:
-        found = None if untuned else read_tuned(folder)
-        tuned = {} if found is None else found.overrides
+    found = None if untuned else read_tuned(folder)
+    tuned = {} if found is None else found.overrides
     return load_as(model, folder, overrides, tuned, {"tuned": tuned})
 
 

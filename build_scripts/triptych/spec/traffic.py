@@ -71,9 +71,7 @@ class Lengths:
         return next((n for n, rows in reached if rows >= q * self.rows), max(self.counts))
 
 
-def read_traffic(
-    folder: Path, fields: Sequence[str], *, file: str = TRAFFIC_FILE
-) -> list[TrafficRow]:
+def read_traffic(folder: Path, fields: Sequence[str]) -> list[TrafficRow]:
     """Read ``folder/traffic.jsonl``: a JSON object per line with a string for each of `fields`.
 
     An object may also have `parameters`, the request parameters of that row, and nothing else.
@@ -81,7 +79,7 @@ def read_traffic(
     Raises:
         UserError: The file is missing or empty, or a line is not such an object.
     """
-    path = folder / file
+    path = folder / TRAFFIC_FILE
     form = "{" + ", ".join(f'"{name}": "…"' for name in fields) + "}"
     rows = []
     for number, line, row in require_lines(path, form):

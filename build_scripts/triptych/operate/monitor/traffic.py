@@ -14,7 +14,7 @@ from triptych.core.gate_rows import CALIBRATION_ROWS, split_traffic
 from triptych.core.inputs import PipelineInputs
 from triptych.core.own_reader import OwnReader
 from triptych.core.requests import hash_inputs
-from triptych.operate.monitor.sample import SampledRow, TrafficSample
+from triptych.operate.monitor.sample import TrafficSample
 from triptych.spec.model_fields import is_own
 from triptych.spec.plan import Plan
 from triptych.spec.traffic import PARAMETERS, TRAFFIC_FILE, read_lines, read_traffic
@@ -49,35 +49,19 @@ class TrafficChange:
         return asdict(self)
 
 
-@dataclass(frozen=True)
-class NewRows:
-    """Lines of the traffic: all old lines, the retained ones, and the added ones."""
-
-    old: list[Line]
-    kept: list[Line]
-    added: list[Line]
-    doubles: int
-
-    @property
-    def text(self) -> str:
-        """Text of the new traffic file."""
-        rows = (*self.kept, *self.added)
-        return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-
-
-def choose_rows(
-    inputs: PipelineInputs, sampled: Sequence[SampledRow], *, replace: bool, max_rows: int
-) -> NewRows:
-    """Return the rows of ``traffic.jsonl`` with the sample's rows added, or replaced by them.
+def take_rows(
+    inputs: PipelineInputs, sample: TrafficSample, *, replace: bool, max_rows: int
+) -> TrafficChange:
+    """Add the rows of a sample to ``traffic.jsonl``, or replace its rows by them.
 
     Each row occurs once. A hash of each row decides whether the gate or calibration uses it, so old
     rows keep their use. Of more than `max_rows` new rows, those with the lowest hashes are taken,
     which amounts to a random choice.
 
     Raises:
-        UserError: The sample is empty, or the inputs are images.
+        UserError: The sample is empty, the inputs are files, or the file cannot be written.
     """
-    plan = inputs.plan
+    plan, folder = inputs.plan, inputs.plan.spec.folder
     names = [tensor.name for tensor in plan.task.inputs]
     if any(tensor.content in ("image", "bytes") for tensor in plan.task.inputs):
         raise UserError(
@@ -86,8 +70,7 @@ def choose_rows(
             given="files",
             remedy="Add files to the traffic by hand",
         )
-    old = _read_lines(plan, names)
-    if not sampled:
+    if not sample.rows:
         raise UserError(
             plan.spec.name,
             "has no sampled rows",
@@ -97,18 +80,33 @@ def choose_rows(
     key_of: Callable[[Line], str] = partial(_key, names=names)
     if is_own(plan.spec):
         key_of = OwnReader(plan.spec, plan.task).key
-    known = {} if replace else {key_of(row): row for row in old}
+    old = _read_lines(plan, names)
+    kept = [] if replace else old
+    known = {key_of(row) for row in kept}
     new: dict[str, Line] = {}
-    for sampled_row in sampled:
-        row: Line = {name: sampled_row.inputs[name] for name in names}
-        if sampled_row.parameters:
-            row[PARAMETERS] = dict(sampled_row.parameters)
+    for sampled in sample.rows:
+        row: Line = {name: sampled.inputs[name] for name in names}
+        if sampled.parameters:
+            row[PARAMETERS] = dict(sampled.parameters)
         key = key_of(row)
         if key not in known:
             new.setdefault(key, row)
     chosen = set(sorted(new)[:max_rows])
     added = [row for key, row in new.items() if key in chosen]
-    return NewRows(old, [] if replace else old, added, len(sampled) - len(new))
+    rows = [*kept, *added]
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    with os_errors_as_user_errors(folder):
+        write_files(folder, {TRAFFIC_FILE: text}, is_private=True)
+    before, now = _count_rows(old, names), _count_rows(rows, names)
+    return TrafficChange(
+        file=str(folder / TRAFFIC_FILE),
+        before=len(old),
+        kept=len(kept),
+        added=len(added),
+        doubles=len(sample.rows) - len(new),
+        gate=(now[0], before[0]),
+        calibration=(now[1], before[1]),
+    )
 
 
 def _read_lines(plan: Plan, names: Sequence[str]) -> list[Line]:
@@ -120,30 +118,6 @@ def _read_lines(plan: Plan, names: Sequence[str]) -> list[Line]:
         row.inputs | ({PARAMETERS: row.parameters} if row.parameters else {})
         for row in read_traffic(plan.spec.folder, list(names))
     ]
-
-
-def take_rows(
-    inputs: PipelineInputs, sample: TrafficSample, *, replace: bool, max_rows: int
-) -> TrafficChange:
-    """Write the sample's rows into ``traffic.jsonl``; see `choose_rows`.
-
-    Raises:
-        UserError: `choose_rows` fails, or the file cannot be written.
-    """
-    folder, names = inputs.plan.spec.folder, [tensor.name for tensor in inputs.plan.task.inputs]
-    chosen = choose_rows(inputs, sample.rows, replace=replace, max_rows=max_rows)
-    with os_errors_as_user_errors(folder):
-        write_files(folder, {TRAFFIC_FILE: chosen.text}, is_private=True)
-    gate, rest = _count_rows(chosen.old, names), _count_rows([*chosen.kept, *chosen.added], names)
-    return TrafficChange(
-        file=str(folder / TRAFFIC_FILE),
-        before=len(chosen.old),
-        kept=len(chosen.kept),
-        added=len(chosen.added),
-        doubles=chosen.doubles,
-        gate=(rest[0], gate[0]),
-        calibration=(rest[1], gate[1]),
-    )
 
 
 def _key(row: Mapping[str, Any], names: list[str]) -> str:
