@@ -83,7 +83,7 @@ WRONG_VALUES: list[tuple[str, list[int], list[Any], str]] = [
     ("FP32", [1], [None], "elements must be float32, not object"),
     ("FP32", [-1], [[1.0], [1.0, 2.0]], "inhomogeneous"),
     ("INT32", [1], [1.5], "elements must be int32, not float64"),
-    ("INT8", [1], [300], "300 is out of its range"),
+    ("INT8", [1], [300], "int8, from -128 to 127, not 300"),
     ("INT64", [1], [1 << 70], "does not fit"),
     ("BOOL", [1], [1], "elements must be bool"),
 ]

@@ -209,7 +209,7 @@ def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path) -> None:
 def test_models_and_settings_that_will_not_do_are_named(tmp_path: Path) -> None:
     folder = write_pipeline(tmp_path / "sum", write_model("t5", tmp_path / "model"))
     for override, said in (
-        ("core.num_beams=0", "greater than or equal to 1"),
+        ("core.num_beams=0", "at least 1"),
         ("core.precision=fp8", "'fp32' or 'int8'"),
         ("core.kv_cache.memory_mib=4", "core.kv_cache"),
     ):

@@ -270,7 +270,7 @@ def test_what_cannot_be_served_is_refused_before_a_server_is_started(
     with pytest.raises(LintFailure, match=r"should hold core.max_num_seqs 64 requests"):
         kind.build(many, repository, quiet)
     for overrides, said in (
-        ({"core.kv_cache.memory_mib": 0}, "greater than or equal to 1"),
+        ({"core.kv_cache.memory_mib": 0}, "at least 1"),
         ({"core.max_num_batched_tokens": 16}, "at least core.max_num_seqs"),
     ):
         with pytest.raises(UserError, match=said):

@@ -139,3 +139,13 @@ def test_parameters_of_the_transport_are_ignored_and_misspelled_options_are_not(
     for name in ("topk", "top-k", "normalize", "content_types"):
         with pytest.raises(RequestError, match=f"parameter {name}` is not known"):
             check_parameters(json.dumps({name: 2}), RULES, {})
+
+
+def test_a_rule_with_one_bound_names_it() -> None:
+    for rule, value, words in (
+        ({"type": "int", "min": 1}, 0, "an integer of at least 1"),
+        ({"type": "float", "max": 0.5}, 0.6, "a number of at most 0.5"),
+        ({"type": "int", "min": 1, "max": 9}, 10, "an integer from 1 to 9"),
+    ):
+        with pytest.raises(RequestError, match=f"must be {words}. Given: {value}"):
+            check_parameters(json.dumps({"size": value}), {"size": rule}, {})

@@ -51,7 +51,7 @@ def test_mistakes_in_a_spec_are_named(tmp_path: Path) -> None:
         ("core.max_num_seq=3", "Did you mean `max_num_seqs`?"),
         ("core.max_num_batched_tokens=16", "must be at least core.max_num_seqs"),
         ("core.token_delay_ms=1", "is not a field"),
-        ("serving.stream_interval=0", "greater than or equal to 1"),
+        ("serving.stream_interval=0", "at least 1"),
         ("parameters.max_tokens=0", "parameters.max_tokens must be an integer from 1"),
         ("parameters.stops=a", "parameters.stops is not known"),
         ("adapters={a/b: x}", "should match pattern"),

@@ -540,12 +540,11 @@ def _may_use(name: str) -> bool:
 
 def not_found(name: str | None, known: Sequence[str]) -> ApiError:
     """Return the error for a name that is no pipeline of the gateway."""
-    given = "nothing" if name is None else as_json(name)
+    given = "" if name is None else f"Given: {as_json(name)}. "
     names = f"Choose one of: {', '.join(known)}." if known else "See /v1/models."
     return ApiError(
         404,
         "model_not_found",
-        f"`model` must name a pipeline of this gateway. Given: {given}. "
-        f"{closest(name or '', known)}{names}",
+        f"`model` must name a pipeline of this gateway. {given}{closest(name or '', known)}{names}",
         param="model",
     )

@@ -285,8 +285,10 @@ def _numbers(rows: Sequence[Any], dtype: type[np.generic]) -> NDArray[Any]:
     if given.size and not np.can_cast(given.dtype, dtype, "same_kind"):
         raise TypeError(f"elements must be {dtype.__name__}, not {given.dtype}")
     result = given.astype(dtype)
-    if np.issubdtype(dtype, np.integer) and (result != given).any():
-        raise ValueError(f"elements must be {dtype.__name__}, {given.max()} is out of its range")
+    if np.issubdtype(dtype, np.integer) and (bad := result != given).any():
+        limits = np.iinfo(dtype)  # type: ignore[type-var]
+        words = f"{dtype.__name__}, from {limits.min} to {limits.max}"
+        raise ValueError(f"elements must be {words}, not {given[bad][0]}")
     return result
 
 

@@ -231,8 +231,10 @@ def cast_numbers(array: NDArray[Any], dtype: type[np.generic]) -> NDArray[Any]:
     if array.size and not (same or is_int or is_float):
         raise TypeError(f"must have elements of type {dtype.__name__}, not {array.dtype}")
     result = array.astype(dtype)
-    if is_int and (result != array).any():
-        raise ValueError(f"must have elements of type {dtype.__name__}, {array.max()} is too large")
+    if is_int and (bad := result != array).any():
+        limits = np.iinfo(dtype)  # type: ignore[type-var]
+        words = f"{dtype.__name__}, from {limits.min} to {limits.max}"
+        raise ValueError(f"must have elements of type {words}, not {array[bad][0]}")
     return result
 
 

@@ -232,8 +232,10 @@ def _checked(field: str, value: Any, rule: Mapping[str, Any]) -> Any:
             words = "one of " + ", ".join(choices)
         elif low is not None and high is not None:
             words = f"{WORDS[kind]} from {low} to {high}"
+        elif low is not None:
+            words = f"{WORDS[kind]} of at least {low}"
         else:
-            words = WORDS[kind]
+            words = WORDS[kind] + (f" of at most {high}" if high is not None else "")
         raise RequestError(
             field, f"must be {words}", repr(value)[:80], f"Correct or leave out the {field}"
         )

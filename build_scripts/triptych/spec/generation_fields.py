@@ -103,7 +103,10 @@ class GenerationCore(Frozen):
     @model_validator(mode="after")
     def _fits(self) -> GenerationCore:
         if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError("core.max_num_batched_tokens must be at least core.max_num_seqs")
+            raise ValueError(
+                "core.max_num_batched_tokens must be at least core.max_num_seqs "
+                f"({self.max_num_seqs})"
+            )
         quantized = self.precision not in ("fp32", "fp16", "bf16")
         if self.backend == "tensorrt_llm" and (quantized or self.kv_cache.dtype != "auto"):
             raise ValueError(

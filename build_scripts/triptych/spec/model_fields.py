@@ -229,7 +229,7 @@ class ParameterField(Frozen):
         low = -math.inf if self.min is None else self.min
         high = math.inf if self.max is None else self.max
         if is_number and not low <= float(self.default) <= high:
-            raise ValueError("the default must be between min and max")
+            raise ValueError(f"the default must be from {low:g} to {high:g}")
         if self.choices and self.default not in self.choices:
             raise ValueError("the default must be one of the choices")
         return self

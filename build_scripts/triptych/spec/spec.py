@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from types import UnionType
+from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError, model_validator
 from pydantic_core import ErrorDetails
@@ -36,7 +38,9 @@ _REMEDIES = {
     TEXT2TEXT: "Use test, inspect, build, lint, serve, verify, infer, bench or deploy",
 }
 
-_UNION_BRANCH = re.compile(r"(bool|int|float|str|list|dict|literal|function-.*)(\[.*\])?")
+_UNION_BRANCH = re.compile(
+    r"(bool|int|float|str|list|dict|literal|MachineNumbers|function-.*)(\[.*\])?"
+)
 """Last part of pydantic's location of an error, where a field may have several types."""
 
 _MAPPING_BRANCH = re.compile(r"dict\[.*\]")
@@ -331,6 +335,8 @@ def _problem(model: type[BaseModel], field: str, details: Sequence[ErrorDetails]
     """Return the error of a field. `details` has an entry for each type that the field may have."""
     first = details[0]
     given = first["input"]
+    if given is None or given == "" or isinstance(given, bool):
+        given = json.dumps(given)
     if first["type"] == "missing":
         return UserError(field, "is required", remedy="Add it")
     if first["type"] == "extra_forbidden":
@@ -338,14 +344,16 @@ def _problem(model: type[BaseModel], field: str, details: Sequence[ErrorDetails]
         remedy = f"{_meant(model, first['loc'], known)}Fields here: {', '.join(known)}"
         rule, given = "is not a field of the spec", first["loc"][-1]
         return UserError(field, rule, given=given, remedy=remedy if known else "Remove it")
-    if first["type"] == "model_type":
+    if first["type"] == "model_type" and len(details) == 1:
         known = _fields_at(model, first["loc"])
-        example = "source: ..." if "source" in known else f"{known[0]}: ..."
+        example = "source" if "source" in known else (known or ["FIELD"])[0]
         return UserError(
             field,
-            f"must be a mapping with the fields {', '.join(known)}",
+            f"must be a mapping with the fields {', '.join(known)}"
+            if known
+            else "must be a mapping",
             given=given,
-            remedy=f"Write `{example}` below `{field}:`, on a line of its own and indented",
+            remedy=f"Write `{example}: ...` below `{field}:`, on a line of its own and indented",
         )
     rules = [_plain_rule(detail) for detail in details]
     if all(rule.startswith("Input should be ") for rule in rules):
@@ -372,6 +380,7 @@ _PLAIN_TYPES = {
     "string_type": "a text",
     "list_type": "a list",
     "dict_type": "a mapping",
+    "model_type": "a mapping",
 }
 
 
@@ -379,7 +388,9 @@ def _plain_rule(detail: ErrorDetails) -> str:
     """Return the rule of a problem in words of YAML instead of those of Python."""
     if detail["type"] in _PLAIN_TYPES:
         return f"Input should be {_PLAIN_TYPES[detail['type']]}"
-    return detail["msg"].removeprefix("Value error, ")
+    rule = detail["msg"].removeprefix("Value error, ")
+    rule = rule.replace("greater than or equal to", "at least")
+    return rule.replace("less than or equal to", "at most")
 
 
 def _as_user_error(source: str, problems: Sequence[UserError]) -> UserError:
@@ -418,8 +429,12 @@ def _dotted_fields(model: type[BaseModel], prefix: str = "") -> list[str]:
 
 def _fields_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
     for part in location:
+        if str(part) not in model.model_fields:  # the name of one of several types
+            continue
         annotation = model.model_fields[str(part)].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        types = get_args(annotation) if isinstance(annotation, UnionType) else [annotation]
+        models = [each for each in types if isinstance(each, type) and issubclass(each, BaseModel)]
+        if len(models) != 1:
             return []
-        model = annotation
+        (model,) = models
     return [field for field in model.model_fields if field not in RESERVED]

@@ -350,7 +350,7 @@ class TensorSender:
         if isinstance(value, bytes) or (isinstance(value, str) and name != "image"):
             return value
         if not isinstance(value, str):
-            given = "nothing" if value is None else f"{value!r:.80}"
+            given = "null" if value is None else f"{value!r:.80}"
             raise ValueError(f"`{name}` must be text. Given: {given}")
         return self._read_file(name, value)
 
