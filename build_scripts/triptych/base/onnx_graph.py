@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+
+from triptych.base.arrays import Array
 
 MODEL_FILE = "model.onnx"
 MAX_PROTOBUF = 1_900_000_000
@@ -159,10 +160,10 @@ def initializers(graph: Any) -> dict[str, Initializer]:
     return {tensor.name: tensor for tensor in graph.initializer}
 
 
-def value_of(tensor: Initializer) -> NDArray[Any]:
+def value_of(tensor: Initializer) -> Array:
     import onnx
 
-    value: NDArray[Any] = onnx.numpy_helper.to_array(tensor)
+    value: Array = onnx.numpy_helper.to_array(tensor)
     return value
 
 

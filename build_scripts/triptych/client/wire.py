@@ -16,7 +16,7 @@ from triptych.client.errors import InvalidRequestError, PipelineFailedError
 from triptych.runtime.own_model import ROW_TYPES, cast_numbers
 
 Parameter = bool | int | float | str
-Rows = Mapping[str, Sequence[Any] | NDArray[Any]]
+Rows = Mapping[str, Sequence[Any] | NDArray[np.generic]]
 """One value per row for each input: text or bytes, or numbers, lists or arrays if it is typed."""
 InputType = tuple[str, tuple[int, ...]]
 """Datatype of an input and the sizes of its axes in a row, 0 for a variable size."""
@@ -106,7 +106,7 @@ class PipelineConfig:
                 "--file with --out."
             )
 
-    def no_rows(self) -> dict[str, NDArray[Any]]:
+    def no_rows(self) -> dict[str, NDArray[np.generic]]:
         return {name: np.empty((0, *row), dtype) for name, (dtype, row) in self.outputs.items()}
 
 
@@ -349,7 +349,7 @@ def _set_parameter(target: Any, name: str, value: object) -> None:
         )
 
 
-def read_outputs(response: Any) -> dict[str, NDArray[Any]]:
+def read_outputs(response: Any) -> dict[str, NDArray[np.generic]]:
     """Return the arrays of a ``ModelInferResponse``, each [rows, …].
 
     They are read-only views of the response. BYTES become arrays of objects, each `str`; bytes that
@@ -358,7 +358,7 @@ def read_outputs(response: Any) -> dict[str, NDArray[Any]]:
     Raises:
         PipelineFailedError: An output has a data type that numpy does not support.
     """
-    outputs: dict[str, NDArray[Any]] = {}
+    outputs: dict[str, NDArray[np.generic]] = {}
     for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=True):
         dtype = _DTYPES.get(tensor.datatype)
         if dtype is None:

@@ -86,7 +86,7 @@ def split_rows(rows: Sequence[int], sizes: Sequence[int], limit: int) -> list[tu
     return [tuple(request) for request in requests]
 
 
-def _fill(array: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+def _fill(array: NDArray[np.generic], shape: tuple[int, ...]) -> NDArray[np.generic]:
     """Return an array filled up with 0, false or an empty text, as a step does for its rows."""
     filled = np.full(shape, "" if array.dtype == np.object_ else 0, array.dtype)
     filled[tuple(map(slice, array.shape))] = array
@@ -309,7 +309,7 @@ class Work:
             raise error from None
         self.refused[rows[0]] = error
 
-    def outputs(self) -> dict[str, NDArray[Any]]:
+    def outputs(self) -> dict[str, NDArray[np.generic]]:
         """Return every output, [rows, …]; the entries of rejected rows are arbitrary.
 
         Raises:
@@ -319,7 +319,7 @@ class Work:
             raise self._overload
         return self._outputs
 
-    def each(self) -> list[dict[str, NDArray[Any]] | RowError]:
+    def each(self) -> list[dict[str, NDArray[np.generic]] | RowError]:
         """Return for every row its outputs, or the error why it was rejected.
 
         Raises:
@@ -333,10 +333,10 @@ class Work:
             for row in range(self._encoded.count)
         ]
 
-    def _row(self, name: str, array: NDArray[Any], row: int) -> NDArray[Any]:
+    def _row(self, name: str, array: NDArray[np.generic], row: int) -> NDArray[np.generic]:
         """Return the output of a row without what other rows of the call filled up."""
         shape = self._shapes.get((name, row), array.shape[1:])
-        part: NDArray[Any] = array[row][tuple(map(slice, shape))]
+        part: NDArray[np.generic] = array[row][tuple(map(slice, shape))]
         return part
 
     def _deadline_error(self) -> DeadlineExceededError:

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from triptych.base.arrays import Array
 from triptych.base.cache import key_of
 from triptych.base.onnx_graph import open_session
 from triptych.base.tensors import Tensor
@@ -68,7 +68,7 @@ def arrays_of(
     return tuple(inputs.values()), tuple(outputs.values())
 
 
-def name_passed(tensors: dict[str, NDArray[Any]]) -> Tensor:
+def name_passed(tensors: dict[str, Array]) -> Tensor:
     """Rename the tensor with the arrays that a function passes on, and return its declaration."""
     packed = tensors.pop(PASSED)
     names = key_of("passed", {"names": sorted(unpack_arrays(packed))})
@@ -77,9 +77,9 @@ def name_passed(tensors: dict[str, NDArray[Any]]) -> Tensor:
     return tensor
 
 
-def run_models(runs: Runs, models: Sequence[ModelNames], arrays: Arrays) -> dict[str, NDArray[Any]]:
+def run_models(runs: Runs, models: Sequence[ModelNames], arrays: Arrays) -> dict[str, Array]:
     """Return the results of models on the arrays of a function, by the names of the arrays."""
-    results: dict[str, NDArray[Any]] = {}
+    results: dict[str, Array] = {}
     for names in models:
         found = runs[names.model]({name: arrays[array] for name, array in names.inputs.items()})
         results |= {array: found[name] for name, array in names.outputs.items()}
@@ -187,7 +187,7 @@ class Chain:
             arrays = step.decode(self._results(place, arrays, runs), (), request.parameters)
         return arrays
 
-    def _results(self, index: int, arrays: Arrays, runs: Runs) -> dict[str, NDArray[Any]]:
+    def _results(self, index: int, arrays: Arrays, runs: Runs) -> dict[str, Array]:
         stage = self.stages[index]
         past = {tensor.name: arrays[tensor.name] for tensor in stage.own.past_core}
         return {**run_models(runs, stage.models, arrays), **past}

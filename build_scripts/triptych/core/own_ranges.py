@@ -30,7 +30,7 @@ def with_ranges(found: Stages, spec: ModelSpec, progress: Progress) -> Stages:
     """
     stages = []
     for stage in found.stages:
-        bounds: dict[str, NDArray[Any]] = {}
+        bounds: dict[str, NDArray[np.generic]] = {}
         for model, inputs, _ in stage.models:
             one = spec.with_model(model)
             ranges = _ranges(one, found.graphs[model], found.rows[model], progress)
@@ -61,7 +61,9 @@ def _ranges(
     return ranges if fits else find_ranges(model, negative=True)
 
 
-def _fits(bounds: Mapping[str, NDArray[Any]], arrays: Mapping[str, NDArray[Any]]) -> bool:
+def _fits(
+    bounds: Mapping[str, NDArray[np.generic]], arrays: Mapping[str, NDArray[np.generic]]
+) -> bool:
     try:
         for name, each in bounds.items():
             check_range(name, arrays[name], each)
@@ -81,12 +83,12 @@ def _warn(spec: ModelSpec, name: str, reason: str, progress: Progress) -> None:
     progress("ranges", f"{name} is not known ({reason}): {rest}. {remedy}")
 
 
-def _shown(bounds: NDArray[Any]) -> str:
+def _shown(bounds: NDArray[np.generic]) -> str:
     pairs = np.unique(bounds.reshape(2, -1).T, axis=0)
     return " or ".join(f"{low:.6g} to {high:.6g}" for low, high in pairs)
 
 
-def _plain(bounds: NDArray[Any]) -> list[Any]:
+def _plain(bounds: NDArray[np.generic]) -> list[Any]:
     """Return bounds as JSON has them, with None for infinity."""
     plain = bounds.astype(object)
     plain[np.isinf(bounds)] = None

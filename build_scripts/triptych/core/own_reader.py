@@ -164,7 +164,7 @@ class OwnReader:
             for name, value in sent.items()
         }
 
-    def named(self, request: GateRequest, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+    def named(self, request: GateRequest, names: Sequence[str]) -> dict[str, NDArray[np.generic]]:
         """Return the inputs of a request that have one of the `names`, ``[1, ...]`` each."""
         columns = request.columns or {}
         known = [name for name in names if name in columns]

@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from numpy.typing import NDArray
-
+from triptych.base.arrays import Array
 from triptych.base.errors import UserError
 from triptych.base.tensors import Tensor
 from triptych.core.export.own_graph import (
@@ -247,7 +246,7 @@ def find_interface(
     )
 
 
-def _sized(tensor: Tensor, arrays: Sequence[NDArray[Any]], kept: str = "") -> Tensor:
+def _sized(tensor: Tensor, arrays: Sequence[Array], kept: str = "") -> Tensor:
     """Return a tensor with the size of each free axis that is the same in all arrays.
 
     The axis `kept` stays free.
@@ -262,7 +261,7 @@ def _sized(tensor: Tensor, arrays: Sequence[NDArray[Any]], kept: str = "") -> Te
     return replace(tensor, dims=tuple(dims))
 
 
-def _passed(name: str, arrays: Sequence[NDArray[Any] | None], spec: ModelSpec) -> Tensor:
+def _passed(name: str, arrays: Sequence[Array | None], spec: ModelSpec) -> Tensor:
     """Return the tensor of an array that `preprocess` makes beside the inputs of the core.
 
     Raises:

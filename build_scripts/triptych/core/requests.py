@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from triptych.base.arrays import Array
 from triptych.base.errors import UserError
 from triptych.base.tensors import LONGEST, ROW_OFFSET, ROW_STRIDE, Tensor, TokenRow, made_by_server
 from triptych.runtime.packing import make_row_span, pack_rows
@@ -54,7 +54,7 @@ class GateRequest:
     edge: bool
     preview: str
     columns: Mapping[str, Any] | None = None
-    past_core: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    past_core: Mapping[str, Array] = field(default_factory=dict)
 
     @property
     def row_inputs(self) -> RowInputs:
@@ -134,12 +134,12 @@ def shorten(text: str, most: int) -> str:
     )
 
 
-Sample = TokenRow | NDArray[Any]
+Sample = TokenRow | Array
 """A row of the core: tokens, the pixels of an image, UINT8 ``[height, width, channels]``, or a
 record with the inputs of the user's own model."""
 
 
-def make_record(tensors: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
+def make_record(tensors: Mapping[str, Array]) -> Array:
     """Return the inputs of a core row, without the batch, as a structured array ``[]``."""
     fields = [(name, array.dtype, array.shape) for name, array in tensors.items()]
     record = np.empty((), np.dtype(fields))
@@ -153,7 +153,7 @@ def is_record(sample: Sample) -> bool:
     return isinstance(sample, np.ndarray) and sample.dtype.names is not None
 
 
-Feed = dict[str, NDArray[Any]]
+Feed = dict[str, Array]
 """The graph's inputs for one batch, by name."""
 
 REQUEST_SIZES = (1, 3, 2)
@@ -205,9 +205,7 @@ def core_feed(
     return {name: feed[name] for name in names}
 
 
-def _stack_padded(
-    tensor: Tensor, records: Sequence[NDArray[Any]], width: int | None
-) -> NDArray[Any]:
+def _stack_padded(tensor: Tensor, records: Sequence[Array], width: int | None) -> Array:
     """Return an input of records, ``[rows, ...]``, with its free axes filled up with zeros."""
     rows = [record[tensor.name] for record in records]
     sizes = [
@@ -220,7 +218,7 @@ def _stack_padded(
     return stacked
 
 
-def record_sizes(record: NDArray[Any], inputs: Sequence[Tensor]) -> dict[str, int]:
+def record_sizes(record: Array, inputs: Sequence[Tensor]) -> dict[str, int]:
     """Return the size of each named axis of a record of the user's own model."""
     return {
         dim: record[tensor.name].shape[axis]
@@ -230,7 +228,7 @@ def record_sizes(record: NDArray[Any], inputs: Sequence[Tensor]) -> dict[str, in
     }
 
 
-def cut_record(record: NDArray[Any], inputs: Sequence[Tensor], size: int) -> NDArray[Any]:
+def cut_record(record: Array, inputs: Sequence[Tensor], size: int) -> Array:
     """Return a record with its named axes cut to at most `size`."""
     return make_record(
         {
@@ -293,7 +291,7 @@ def write_samples(path: Path, rows: Sequence[Sample]) -> None:
     tokens = [row for row in rows if isinstance(row, TokenRow)]
     if not rows or len(tokens) not in (0, len(rows)):
         raise ValueError(f"{len(tokens)} of {len(rows)} rows are tokens; all or none must be")
-    arrays: dict[str, NDArray[Any]] = {}
+    arrays: dict[str, Array] = {}
     if tokens:
         arrays["ids"] = np.array([token for row in tokens for token in row.ids], np.int32)
         arrays["lengths"] = np.array([len(row.ids) for row in tokens], np.int32)

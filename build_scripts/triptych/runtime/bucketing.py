@@ -80,7 +80,7 @@ def choose_padded_lengths(requests: Sequence[CoreRows], *, batch_tokens: int) ->
     return [targets[request.width] for request in requests]
 
 
-def pad_tensors(request: CoreRows, width: int) -> dict[str, NDArray[Any]]:
+def pad_tensors(request: CoreRows, width: int) -> dict[str, NDArray[np.generic]]:
     """Return the tensors with their padded axis filled up to `width` with zeros."""
     tensors = dict(request.tensors)
     for name, axis in request.padded.items():

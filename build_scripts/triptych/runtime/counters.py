@@ -99,11 +99,11 @@ class Histogram:
         metrics.add(f"{name}_count", f"{description} (count)")
         metrics.add(f"{name}_sum", f"{description} (sum)")
 
-    def observe(self, values: NDArray[Any]) -> None:
+    def observe(self, values: NDArray[np.generic]) -> None:
         """Add values to their buckets."""
         indices = self._bounds.searchsorted(values)  # the first bound that is not below the value
         self._buckets += np.bincount(indices, minlength=len(self._buckets))
-        self._sum += float(np.sum(values))
+        self._sum += float(values.sum())
 
     def take(self) -> Iterator[tuple[Series, float]]:
         """Yield the increments since the last call, without zeros.
@@ -130,7 +130,7 @@ class RowTokens:
         """Put the counters on the page, if the server supports custom metrics."""
         description, bounds = "Tokens of a row of the model", settings["token_bounds"]
         self._histogram = Histogram(ROW_TOKENS, description, bounds)
-        self._lengths: list[NDArray[Any]] = []
+        self._lengths: list[NDArray[np.generic]] = []
         self._due_at = 0.0
         self._metrics: CounterSet | None = CounterSet(settings["pipeline"])
         try:
@@ -138,7 +138,7 @@ class RowTokens:
         except Exception:
             self._metrics = None
 
-    def count(self, lengths: Sequence[NDArray[Any]]) -> None:
+    def count(self, lengths: Sequence[NDArray[np.generic]]) -> None:
         """Count the token lengths of rows, one array for each request."""
         if self._metrics is None:
             return

@@ -59,7 +59,7 @@ class EmbeddingDecoder:
         if is_unit:
             vectors = to_unit_length(vectors)
         count, encoding = len(vectors), parameters["encoding"]
-        result: dict[str, NDArray[Any]] = {
+        result: dict[str, NDArray[np.generic]] = {
             "embedding": np.empty((count, 0), np.float32),
             "embedding_int8": np.empty((count, 0), np.int8),
             "embedding_uint8": np.empty((count, 0), np.uint8),

@@ -211,7 +211,7 @@ class RowForm:
         self._outputs = outputs
         self.names = [output["name"] for output in outputs]
 
-    def rows(self, tensors: Mapping[str, NDArray[Any]]) -> list[Row]:
+    def rows(self, tensors: Mapping[str, NDArray[np.generic]]) -> list[Row]:
         """Return each row as a dict of scalars (dims [1]), lists of str, or arrays of numbers.
 
         Outputs that `after` adds are left out before it has run.
@@ -221,7 +221,7 @@ class RowForm:
         columns = {o["name"]: self._column(o, tensors[o["name"]]) for o in known}
         return [{name: column[i] for name, column in columns.items()} for i in range(count)]
 
-    def tensors(self, rows: Sequence[Row]) -> dict[str, NDArray[Any]]:
+    def tensors(self, rows: Sequence[Row]) -> dict[str, NDArray[np.generic]]:
         """Return the outputs of `rows`, each ``[len(rows), …]``.
 
         Raises:
@@ -230,7 +230,7 @@ class RowForm:
         return {o["name"]: self._tensor(o, [row[o["name"]] for row in rows]) for o in self._outputs}
 
     @staticmethod
-    def _column(output: Mapping[str, Any], tensor: NDArray[Any]) -> list[Any]:
+    def _column(output: Mapping[str, Any], tensor: NDArray[np.generic]) -> list[Any]:
         if output["dtype"] == "BYTES":
             texts = [[item.decode("utf-8") for item in row.flat] for row in tensor]
             if output["json"]:
@@ -241,15 +241,16 @@ class RowForm:
         return list(tensor)
 
     @staticmethod
-    def _tensor(output: Mapping[str, Any], values: Sequence[Any]) -> NDArray[Any]:
+    def _tensor(output: Mapping[str, Any], values: Sequence[Any]) -> NDArray[np.generic]:
         name, dims = output["name"], output["dims"]
         if dims == [1]:
             values = [[value] for value in values]
         try:
-            if output["dtype"] == "BYTES":
-                result = _texts(values, as_json=output["json"])
-            else:
-                result = _numbers(values, NUMPY_TYPES[output["dtype"]])
+            result = (
+                _texts(values, as_json=output["json"])
+                if output["dtype"] == "BYTES"
+                else _numbers(values, NUMPY_TYPES[output["dtype"]])
+            )
         except (TypeError, ValueError, OverflowError) as error:
             raise RuntimeError(
                 f"hooks: `{name}` has a value that does not fit the output: {error}"
@@ -279,7 +280,7 @@ def _texts(rows: Sequence[Any], *, as_json: bool) -> NDArray[np.object_]:
     return result
 
 
-def _numbers(rows: Sequence[Any], dtype: type[np.generic]) -> NDArray[Any]:
+def _numbers(rows: Sequence[Any], dtype: type[np.generic]) -> NDArray[np.generic]:
     """Return rows of numbers as `dtype`; raise an error if a number does not fit."""
     given = np.array(rows)
     if given.size and not np.can_cast(given.dtype, dtype, "same_kind"):
@@ -303,7 +304,9 @@ FORWARDED_PREFIX = "forwarded_"
 """Prefix of the tensors with forwarded inputs between preprocess and postprocess."""
 
 
-def make_forwarded(columns: Mapping[str, Sequence[Any]], count: int) -> dict[str, NDArray[Any]]:
+def make_forwarded(
+    columns: Mapping[str, Sequence[str | bytes]], count: int
+) -> dict[str, NDArray[np.object_]]:
     """Return the inputs as BYTES ``[count, 1]`` each: the request's rows, then empty values."""
     tensors = {}
     for name, values in columns.items():

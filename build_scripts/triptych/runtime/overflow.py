@@ -95,7 +95,7 @@ def _check_shapes_of_texts() -> None:
 class _Texts(np.ndarray[Any, Any]):
     """Texts of a BYTES tensor, before the stub gives them their shape."""
 
-    def reshape(self, shape: Any) -> NDArray[Any]:  # type: ignore[override]
+    def reshape(self, shape: Any) -> NDArray[np.generic]:  # type: ignore[override]
         texts = np.asarray(self)
         try:
             return texts.reshape(shape)

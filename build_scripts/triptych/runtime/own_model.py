@@ -24,7 +24,7 @@ ROW_TYPES = "row_types"
 ROW_COUNTS = "row_counts"
 """Tensor INT32 ``[core rows, 1]``: the number of core rows of each row, then zeros."""
 
-Column = list[Any] | NDArray[Any]
+Column = list[Any] | NDArray[np.generic]
 """One value per row: a list of `str` or `bytes`, or an array ``[rows, ...]``."""
 
 
@@ -62,7 +62,7 @@ class OwnInputs:
         value = make_array(field, [field["default"]] * count)
         return self._column(name, value)
 
-    def _column(self, name: str, array: NDArray[Any]) -> Column:
+    def _column(self, name: str, array: NDArray[np.generic]) -> Column:
         field = self._fields[name]
         if not array.size:  # see `overflow`
             raise RequestError(name, "must have elements", "none", "Correct the shape of the input")
@@ -95,7 +95,7 @@ def read_bounds(given: Any) -> NDArray[np.float64]:
     return np.where(np.isnan(bounds), none, bounds)
 
 
-def check_range(name: str, array: NDArray[Any], bounds: NDArray[Any]) -> None:
+def check_range(name: str, array: NDArray[np.generic], bounds: NDArray[np.generic]) -> None:
     """Check numbers ``[rows, ...]`` by bounds ``[2, ...]``, which are infinite without a limit.
 
     Raises:
@@ -112,7 +112,9 @@ def check_range(name: str, array: NDArray[Any], bounds: NDArray[Any]) -> None:
         _refuse_elements(name, f"must be at least {least}" if most == "inf" else rule, array, bad)
 
 
-def _refuse_elements(name: str, rule: str, array: NDArray[Any], bad: NDArray[np.bool_]) -> None:
+def _refuse_elements(
+    name: str, rule: str, array: NDArray[np.generic], bad: NDArray[np.bool_]
+) -> None:
     """Raise an error that names the first of the `bad` elements ``[rows, ...]``, if any is."""
     if bad.any():
         row, *place = map(int, np.unravel_index(bad.argmax(), bad.shape))
@@ -121,7 +123,7 @@ def _refuse_elements(name: str, rule: str, array: NDArray[Any], bad: NDArray[np.
         raise RequestError(name, rule, given, "Send a value in the range", row)
 
 
-def _read_elements(name: str, array: NDArray[Any], field: Mapping[str, Any]) -> Column:
+def _read_elements(name: str, array: NDArray[np.generic], field: Mapping[str, Any]) -> Column:
     """Return the elements of a BYTES input: bytes, or texts that are valid UTF-8."""
     count = len(array)
     for row, values in enumerate(array.reshape(count, -1)):
@@ -148,7 +150,7 @@ def _too_large(name: str, field: Mapping[str, Any], size: int, row: int) -> Requ
     return RequestError(name, rule, f"{size} bytes", remedy, row)
 
 
-def make_array(field: Mapping[str, Any], values: Sequence[Any] | Column) -> NDArray[Any]:
+def make_array(field: Mapping[str, Any], values: Sequence[Any] | Column) -> NDArray[np.generic]:
     """Return one value per row as the tensor of an input or output, ``[rows, ...]``.
 
     Rows of unequal size are filled up with 0, false or an empty text.
@@ -177,7 +179,9 @@ def make_array(field: Mapping[str, Any], values: Sequence[Any] | Column) -> NDAr
     return np.ascontiguousarray(array) if shape else array.reshape(-1, 1)
 
 
-def _row_array(value: Any, field: Mapping[str, Any], dtype: type[np.generic]) -> NDArray[Any]:
+def _row_array(
+    value: Any, field: Mapping[str, Any], dtype: type[np.generic]
+) -> NDArray[np.generic]:
     shape = field["shape"]
     if field["dtype"] == "BYTES":
         if not shape:
@@ -192,12 +196,12 @@ def _row_array(value: Any, field: Mapping[str, Any], dtype: type[np.generic]) ->
         flat[:] = encoded
         _check_shape(array.shape, shape)
         return flat.reshape(array.shape)
-    array = np.asarray(value)
-    if not array.size and array.ndim < len(shape):
-        array = np.empty([0 if isinstance(size, str) else size for size in shape], dtype)
-    array = cast_numbers(array, dtype)
-    _check_shape(array.shape, shape)
-    return array
+    numbers = np.asarray(value)
+    if not numbers.size and numbers.ndim < len(shape):
+        numbers = np.empty([0 if isinstance(size, str) else size for size in shape], dtype)
+    numbers = cast_numbers(numbers, dtype)
+    _check_shape(numbers.shape, shape)
+    return numbers
 
 
 def _encode(item: Any, kind: str) -> bytes:
@@ -216,7 +220,7 @@ def _check_shape(found: Sequence[int], wanted: Sequence[int | str]) -> None:
         raise ValueError(f"must have the shape {list(wanted)} in each row, it has {list(found)}")
 
 
-def cast_numbers(array: NDArray[Any], dtype: type[np.generic]) -> NDArray[Any]:
+def cast_numbers(array: NDArray[np.generic], dtype: type[np.generic]) -> NDArray[np.generic]:
     """Return numbers as `dtype`.
 
     Raises:
@@ -342,7 +346,7 @@ class OwnRowMaker:
                     error.numbers["row"] = row
                 raise
 
-    def _padded(self, tensors: dict[str, NDArray[Any]]) -> CoreRows:
+    def _padded(self, tensors: dict[str, NDArray[np.generic]]) -> CoreRows:
         """Return the rows with their free axis filled up to a planned size."""
         of: Mapping[str, int] = self._axis["of"]
         sizes = {name: tensors[name].shape[axis] for name, axis in of.items()}
@@ -393,7 +397,9 @@ class OwnRowMaker:
             )
         return total
 
-    def _forwarded(self, rows: Mapping[str, Column], missing: int) -> dict[str, NDArray[Any]]:
+    def _forwarded(
+        self, rows: Mapping[str, Column], missing: int
+    ) -> dict[str, NDArray[np.generic]]:
         """Return the inputs as tensors, with `missing` empty rows at the end."""
         tensors = {}
         for name, values in rows.items():
@@ -403,7 +409,7 @@ class OwnRowMaker:
             tensors[FORWARDED_PREFIX + name] = np.concatenate([array, rest])
         return tensors
 
-    def _check(self, result: Mapping[str, Any], total: int) -> dict[str, NDArray[Any]]:
+    def _check(self, result: Mapping[str, Any], total: int) -> dict[str, NDArray[np.generic]]:
         """Return the arrays in the form of their tensors, ``[total, ...]`` each."""
         known = {**self.core_inputs, **(self._past_core or {})}
         made = {ROW_COUNTS, *(FORWARDED_PREFIX + name for name in self._fields)}
@@ -463,7 +469,7 @@ class CoreResults:
             arguments["counts"] = counts[:count].tolist()
         return arguments | self.split(arrays, count), count
 
-    def split(self, arrays: dict[str, NDArray[Any]], count: int) -> dict[str, Any]:
+    def split(self, arrays: dict[str, NDArray[np.generic]], count: int) -> dict[str, Any]:
         """Return arrays and, if the functions take them, the inputs of `count` rows."""
         forwarded = [name for name in arrays if name.startswith(FORWARDED_PREFIX)]
         sent = {n.removeprefix(FORWARDED_PREFIX): arrays.pop(n)[:count] for n in forwarded}
@@ -510,7 +516,7 @@ class OwnDecoder:
             )
         return {name: self._output(name, result[name], count) for name in self._fields}
 
-    def _output(self, name: str, values: Any, count: int) -> NDArray[Any]:
+    def _output(self, name: str, values: Any, count: int) -> NDArray[np.generic]:
         try:
             if len(values) != count:
                 raise ValueError(f"must have {count} rows, it has {len(values)}")

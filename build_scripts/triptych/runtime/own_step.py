@@ -54,11 +54,11 @@ def pack_arrays(arrays: Arrays, rows: int) -> NDArray[np.uint8]:
     return packed
 
 
-def unpack_arrays(packed: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
+def unpack_arrays(packed: NDArray[np.uint8]) -> dict[str, NDArray[np.generic]]:
     """Return the arrays of `pack_arrays`."""
     content = packed.tobytes()
     start = _SIZE.size + _SIZE.unpack_from(content)[0]
-    arrays: dict[str, NDArray[Any]] = {}
+    arrays: dict[str, NDArray[np.generic]] = {}
     for name, dtype, shape, size in json.loads(content[_SIZE.size : start]):
         data, start = content[start : start + size], start + size
         if dtype == np.dtype(np.object_).str:

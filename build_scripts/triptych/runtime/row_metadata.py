@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,7 +50,7 @@ def unpack_metadata(data: bytes) -> RowMetadata:
     return RowMetadata(row, data[end : end + size].decode("utf-8"), offsets, kinds)
 
 
-def unpack_rows(values: NDArray[Any], lengths: Sequence[int]) -> NDArray[Any]:
+def unpack_rows(values: NDArray[np.generic], lengths: Sequence[int]) -> NDArray[np.generic]:
     """Return the core's results for each token, ``[n, stride, ...]``, as ``[n, longest, ...]``.
 
     Slots beyond a row are 0.

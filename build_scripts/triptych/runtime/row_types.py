@@ -142,12 +142,14 @@ def read_payload(payload: bytes) -> tuple[str, bytes]:
     return payload[_SIZE.size : start].decode(), payload[start:]
 
 
-def write_ticket(ticket: Sequence[int], payload: bytes, count: int) -> dict[str, NDArray[Any]]:
+def write_ticket(
+    ticket: Sequence[int], payload: bytes, count: int
+) -> dict[str, NDArray[np.generic]]:
     """Return `TICKET` and `PAYLOAD` for `count` model rows, without those that say nothing.
 
     The first row has the values, the others are zeros or empty.
     """
-    tensors: dict[str, NDArray[Any]] = {}
+    tensors: dict[str, NDArray[np.generic]] = {}
     if ticket[1]:
         tensors[TICKET] = np.zeros((count, 2), np.int64)
         tensors[TICKET][0] = ticket

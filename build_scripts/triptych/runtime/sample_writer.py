@@ -107,7 +107,7 @@ class SampleWriter:
         self._manifest_status, self._build = _read_build(self._manifest_file)
         self._random = random.Random()
         self._condition = threading.Condition()
-        self._waiting: list[tuple[bytes, Mapping[str, NDArray[Any]]]] = []
+        self._waiting: list[tuple[bytes, Mapping[str, NDArray[np.generic]]]] = []
         self._waiting_bytes = 0
         self._ending = False
         self._reservoir: list[SampledAnswer] = []
@@ -130,7 +130,7 @@ class SampleWriter:
         self._thread = threading.Thread(target=self._run, name="sample-writer", daemon=True)
         self._thread.start()
 
-    def put(self, payload: bytes, outputs: Mapping[str, NDArray[Any]]) -> None:
+    def put(self, payload: bytes, outputs: Mapping[str, NDArray[np.generic]]) -> None:
         """Queue the answer of a request with a sample payload, or drop it."""
         if self._folder is None:
             return
@@ -189,14 +189,14 @@ class SampleWriter:
             self._build, self._settled_at = build, time.monotonic() + SETTLING_S
         self._manifest_status = status
 
-    def _take_safely(self, payload: bytes, outputs: Mapping[str, NDArray[Any]]) -> None:
+    def _take_safely(self, payload: bytes, outputs: Mapping[str, NDArray[np.generic]]) -> None:
         """Take a request; an invalid one must not cost the rows of others."""
         try:
             self._take(payload, outputs)
         except Exception:  # for example, an output of another number of rows
             self._counts[DROPS, "fault"] += 1
 
-    def _take(self, payload: bytes, outputs: Mapping[str, NDArray[Any]]) -> None:
+    def _take(self, payload: bytes, outputs: Mapping[str, NDArray[np.generic]]) -> None:
         sampled = unpack_sample(payload)
         if time.monotonic() < self._settled_at:
             self._counts[DROPS, "exchange"] += len(sampled.rows)
@@ -301,7 +301,9 @@ class SampleWriter:
             self._metrics = None
 
 
-def _split_rows(sampled: SampledRows, outputs: Mapping[str, NDArray[Any]]) -> list[SampledAnswer]:
+def _split_rows(
+    sampled: SampledRows, outputs: Mapping[str, NDArray[np.generic]]
+) -> list[SampledAnswer]:
     return [
         SampledAnswer(
             sampled.at,
@@ -325,7 +327,7 @@ def _read_build(manifest: Path, known: tuple[Any, str] = (None, "")) -> tuple[An
         return known
 
 
-def _fingerprint(inputs: Mapping[str, Any], answer: Mapping[str, NDArray[Any]]) -> str:
+def _fingerprint(inputs: Mapping[str, object], answer: Mapping[str, NDArray[Any]]) -> str:
     plain = {name: _plain(value) for name, value in inputs.items()}
     return json.dumps([plain, {name: _plain_array(array) for name, array in answer.items()}])
 

@@ -6,11 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from triptych.base.arrays import Array
 from triptych.models.info import ModelInfo, OwnInterface, OwnStage
 from triptych.runtime.hooking import load_hooks
 from triptych.spec.kind import MODEL
@@ -111,7 +110,7 @@ def _compare(
     return Comparison(values, badness.tolist())
 
 
-def _difference(own: NDArray[Any], right: NDArray[Any]) -> float:
+def _difference(own: Array, right: Array) -> float:
     if own.shape != right.shape:
         return math.inf
     with np.errstate(invalid="ignore"):
@@ -121,9 +120,7 @@ def _difference(own: NDArray[Any], right: NDArray[Any]) -> float:
     return math.inf if math.isnan(largest) else largest
 
 
-def _score(
-    spec: ModelSpec, name: str, field: OutputField, own: NDArray[Any], right: NDArray[Any]
-) -> float:
+def _score(spec: ModelSpec, name: str, field: OutputField, own: Array, right: Array) -> float:
     """Return how close a value is to the reference: 1 if they are equal."""
     kind = field.compared_by
     if kind == "function":
@@ -146,7 +143,7 @@ def _score(
     return float(one @ other) / lengths
 
 
-def _overlap(own: NDArray[Any], right: NDArray[Any]) -> float:
+def _overlap(own: Array, right: Array) -> float:
     """Return the sum of the overlaps of the best pairs of boxes, divided by the larger number.
 
     An overlap is intersection over union. Pairs are chosen greedily, the largest overlap first.

@@ -11,12 +11,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-Outputs = Mapping[str, NDArray[Any]]
+from triptych.base.arrays import Array
+
+Outputs = Mapping[str, Array]
 """Outputs of the ensemble for one request by name, each ``[1, ...]``."""
 
 
@@ -57,7 +59,7 @@ def numbers(outputs: Outputs, name: str) -> NDArray[np.float64]:
     return np.asarray(values, dtype=np.float64).ravel()
 
 
-def finite(values: NDArray[Any]) -> bool:
+def finite(values: Array) -> bool:
     return bool(np.isfinite(values).all())
 
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from triptych.base.arrays import Array
 from triptych.base.tensors import Tensor
 from triptych.tasks.compare import TIE
 from triptych.tasks.metrics_vectors import COSINES
 
-RowOutputs = dict[str, NDArray[Any]]
+RowOutputs = dict[str, Array]
 """Outputs of the core for one row, by name; per-token outputs are without padding."""
 
 Expected = tuple[NDArray[np.float32], ...]
@@ -28,7 +29,7 @@ all classes, ``[classes]`` or ``[tokens, classes]``. For spans it has the logits
 ``[tokens]`` each.
 """
 
-Pair = tuple[NDArray[Any], NDArray[Any]]
+Pair = tuple[Array, Array]
 """A view of a row, and the same view of the reference."""
 
 
@@ -274,7 +275,7 @@ class BestClasses(Results):
         return is_chosen
 
 
-def distance(one: NDArray[Any], other: NDArray[Any]) -> float:
+def distance(one: Array, other: Array) -> float:
     """Return the largest difference of an element; for Booleans 1 if any differs."""
     if one.dtype == np.bool_:
         return float((one != other).any())

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from triptych.base.arrays import Array
 from triptych.base.cache import cached_stage, code_hash, key_of, sha256_of, versions_of
 from triptych.base.errors import Progress, UserError
 from triptych.base.onnx_edges import to_served
@@ -55,7 +55,7 @@ def _shown(tensors: Sequence[Tensor]) -> list[str]:
     return [f"{tensor.name} {tensor.dtype} {tensor.dims}" for tensor in tensors]
 
 
-RunGraph = Callable[[Mapping[str, NDArray[Any]]], dict[str, NDArray[Any]]]
+RunGraph = Callable[[Mapping[str, Array]], dict[str, Array]]
 """Function from the inputs of a graph, ``[rows, ...]`` each, to its outputs by name."""
 
 
@@ -211,7 +211,7 @@ def run_session(session: Any) -> RunGraph:
     """Return a function that runs an `onnxruntime.InferenceSession`."""
     names = [output.name for output in session.get_outputs()]
 
-    def run(feed: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    def run(feed: Mapping[str, Array]) -> dict[str, Array]:
         return dict(zip(names, session.run(None, dict(feed)), strict=True))
 
     return run
@@ -245,7 +245,7 @@ def mixed_rows(given: str) -> UserError:
     )
 
 
-def triton_type(name: str, array: NDArray[Any]) -> DType:
+def triton_type(name: str, array: Array) -> DType:
     """Return the data type of Triton for an array.
 
     Raises:
@@ -307,7 +307,7 @@ def find_own_graph(spec: ModelSpec, sha256: str, example: Arrays, progress: Prog
 
 
 def export_graph(
-    plan: Plan, spec: ModelSpec, example: Mapping[str, NDArray[Any]], progress: Progress
+    plan: Plan, spec: ModelSpec, example: Mapping[str, Array], progress: Progress
 ) -> Exported:
     """Return the user's model as the fp32 core of a pipeline, cached.
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from triptych.base.arrays import Array
 from triptych.base.cache import key_of, sha256_of
 from triptych.base.errors import UserError
 from triptych.base.onnx_edges import to_served
@@ -97,7 +97,7 @@ def open_module(spec: ModelSpec, module: Any, *, double: bool = False) -> RunGra
     if double:
         module = module.double()
 
-    def run(feed: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    def run(feed: Mapping[str, Array]) -> dict[str, Array]:
         arrays = _shaped(spec, feed, names)
         tensors = [torch.from_numpy(np.require(each, None, ("C", "W"))) for each in arrays]
         tensors = [t.double() if double and t.is_floating_point() else t for t in tensors]
@@ -117,16 +117,14 @@ def open_module(spec: ModelSpec, module: Any, *, double: bool = False) -> RunGra
     return run
 
 
-def _shaped(
-    spec: ModelSpec, feed: Mapping[str, NDArray[Any]], names: Sequence[str]
-) -> list[NDArray[Any]]:
+def _shaped(spec: ModelSpec, feed: Mapping[str, Array], names: Sequence[str]) -> list[Array]:
     """Return arrays ``[rows, ...]`` in the shapes that `forward` takes."""
     scalars = spec.model.scalars or ()
     return [feed[name].reshape(-1) if name in scalars else feed[name] for name in names]
 
 
 def find_scalars(
-    spec: ModelSpec, module: Any, example: Mapping[str, NDArray[Any]], known: Sequence[str]
+    spec: ModelSpec, module: Any, example: Mapping[str, Array], known: Sequence[str]
 ) -> list[str]:
     """Return the inputs without a shape that a module takes as ``[batch]``: all, or none.
 
@@ -141,7 +139,7 @@ def find_scalars(
     Raises:
         UserError: Both forms run, with other results, and the outputs do not choose.
     """
-    results = dict[tuple[str, ...], dict[str, NDArray[Any]]]()
+    results = dict[tuple[str, ...], dict[str, Array]]()
     for names in (list(known), list[str]()):
         run = open_module(with_scalars(spec, names), module)
         try:
@@ -170,7 +168,7 @@ def find_scalars(
     return list(next(iter(results), ()))
 
 
-def _fits(spec: ModelSpec, results: Mapping[str, NDArray[Any]]) -> bool:
+def _fits(spec: ModelSpec, results: Mapping[str, Array]) -> bool:
     """Return whether results have the names and shapes of the declared outputs."""
     fields = spec.outputs
     if len(results) == len(fields) == 1:
@@ -212,7 +210,7 @@ def _named(spec: ModelSpec, result: Any) -> dict[str, Any]:
     return named
 
 
-def read_module(spec: ModelSpec, run: RunGraph, example: Mapping[str, NDArray[Any]]) -> OwnGraph:
+def read_module(spec: ModelSpec, run: RunGraph, example: Mapping[str, Array]) -> OwnGraph:
     """Return the interface of a module, known from its results on an example of one row."""
     name, axis = spec.model.axis
     results = run(example)
@@ -231,14 +229,14 @@ def read_module(spec: ModelSpec, run: RunGraph, example: Mapping[str, NDArray[An
     return with_axis(spec, OwnGraph(key_of("own_module", key), tuple(inputs), tuple(outputs)))
 
 
-def _tensor(name: str, array: NDArray[Any]) -> Tensor:
+def _tensor(name: str, array: Array) -> Tensor:
     if not array.ndim:
         rule = f"must return tensors with the batch as first axis: {name}"
         raise _refused("model.module", rule, "no axis", "Return one value for each row")
     return Tensor(name, triton_type(name, array), array.shape[1:])
 
 
-def _longer(array: NDArray[Any], axis: int | None) -> NDArray[Any]:
+def _longer(array: Array, axis: int | None) -> Array:
     """Return an array with its last element again along an axis; the array itself without one."""
     if axis is None:
         return array
@@ -250,7 +248,7 @@ def _with_free(tensor: Tensor, longer: Sequence[int], name: str) -> Tensor:
     return replace(tensor, dims=tuple(size if size == other else name for size, other in dims))
 
 
-def export_module(spec: ModelSpec, example: Mapping[str, NDArray[Any]], target: Path) -> None:
+def export_module(spec: ModelSpec, example: Mapping[str, Array], target: Path) -> None:
     """Write ``target/model.onnx``: the module with a batch axis of variable size.
 
     Args:

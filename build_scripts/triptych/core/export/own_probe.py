@@ -53,7 +53,7 @@ class _Form(NamedTuple):
     start: int | None
     shape: tuple[int, ...]
 
-    def make(self, name: str) -> NDArray[Any]:
+    def make(self, name: str) -> NDArray[np.generic]:
         """Return rows of equal integers, as neighbors may be out of range, or of random numbers."""
         shape = (_ROWS, *self.shape)
         if self.start is not None:
@@ -219,7 +219,7 @@ def _call(module: torch.nn.Module, chosen: Mapping[str, _Form]) -> None:
 
 
 def _takes_padding(
-    spec: ModelSpec, module: Any, arrays: Mapping[str, NDArray[Any]], of: Mapping[str, int]
+    spec: ModelSpec, module: Any, arrays: Mapping[str, NDArray[np.generic]], of: Mapping[str, int]
 ) -> bool:
     """Return whether zeros at the end of an axis change no result but add some."""
     run = open_module(spec, module)

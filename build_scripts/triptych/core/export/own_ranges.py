@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from triptych.base.arrays import Array
 from triptych.base.onnx_graph import SMALL, all_nodes, bodies, infer_graph, reads, value_of
 
 Bounds = NDArray[np.float64]
@@ -150,7 +151,7 @@ class _RangeSearch:
             low, high = self._needs.get(name, (-np.inf, np.inf))
             self._needs[name] = np.stack([np.maximum(low, bounds[0]), np.minimum(high, bounds[1])])
 
-    def _constant(self, name: str) -> NDArray[Any]:
+    def _constant(self, name: str) -> Array:
         if name not in self._constants:
             raise _Unknown
         return np.asarray(self._constants[name])
@@ -202,7 +203,7 @@ class _RangeSearch:
         else:
             raise _Unknown
 
-    def _limit(self, node: Any, low: NDArray[Any], high: NDArray[Any]) -> None:
+    def _limit(self, node: Any, low: Array, high: Array) -> None:
         """Take up the bounds of an operand that the node itself limits."""
         kind = node.op_type
         ends: list[Any] = [np.zeros(()) if kind == "Relu" else None, None]
@@ -238,7 +239,7 @@ class _RangeSearch:
             numbers = feed[name]
             self._need(name, flat[:, numbers.reshape(-1)].reshape(2, *numbers.shape))
 
-    def _fit(self, name: str, low: NDArray[Any], high: NDArray[Any]) -> None:
+    def _fit(self, name: str, low: Array, high: Array) -> None:
         """Take up the bounds of an operand that was broadcast."""
         if name not in self._shapes:
             raise _Unknown
@@ -248,7 +249,7 @@ class _RangeSearch:
         numbers = np.broadcast_to(np.arange(size).reshape(shape), bounds.shape[1:])
         self._need(name, _collect(numbers, bounds, size).reshape(2, *shape))
 
-    def _compute(self, node: Any, low: NDArray[Any], high: NDArray[Any]) -> None:
+    def _compute(self, node: Any, low: Array, high: Array) -> None:
         """Take up the bounds of the operand of arithmetic that is no constant."""
         kind, (left, right) = node.op_type, node.input
         is_left = right in self._constants
@@ -285,7 +286,7 @@ def _attributes(node: Any) -> dict[str, Any]:
     return {one.name: onnx.helper.get_attribute_value(one) for one in node.attribute}
 
 
-def _collect(numbers: NDArray[Any], bounds: Bounds, count: int) -> Bounds:
+def _collect(numbers: Array, bounds: Bounds, count: int) -> Bounds:
     """Return the bounds ``[2, count]`` of elements from those of the places where they are."""
     flat: Bounds = np.stack([np.full(count, -np.inf), np.full(count, np.inf)])
     np.maximum.at(flat[0], numbers.reshape(-1), bounds[0].reshape(-1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -174,7 +174,7 @@ def _check_together(
                 )
 
 
-def equal_outputs(got: NDArray[Any], wanted: NDArray[Any]) -> bool:
+def equal_outputs(got: NDArray[np.generic], wanted: NDArray[np.generic]) -> bool:
     """Return whether arrays are equal, floats within `ROUNDING`."""
     if got.shape != wanted.shape or not np.issubdtype(wanted.dtype, np.floating):
         return np.array_equal(got, wanted)

@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,8 +96,8 @@ def worst_rows(
     requests: Sequence[GateRequest],
     badness: Sequence[float],
     differences: Sequence[float],
-    wanted: Sequence[Mapping[str, NDArray[Any]]],
-    got: Sequence[Mapping[str, NDArray[Any]]],
+    wanted: Sequence[Mapping[str, NDArray[np.generic]]],
+    got: Sequence[Mapping[str, NDArray[np.generic]]],
 ) -> tuple[WorstRow, ...]:
     """Return the `WORST_ROWS` rows with the largest errors, then differences; NaN is the worst.
 
@@ -118,7 +117,7 @@ def worst_rows(
     )
 
 
-def describe_outputs(outputs: Mapping[str, NDArray[Any]]) -> str:
+def describe_outputs(outputs: Mapping[str, NDArray[np.generic]]) -> str:
     """Return the outputs of one request in one line: entities, named scores, or values."""
     filled = {name: array.ravel() for name, array in outputs.items() if array.size}
     if "entities" in filled:
@@ -131,7 +130,7 @@ def describe_outputs(outputs: Mapping[str, NDArray[Any]]) -> str:
     return shorten(text, MAX_ANSWER)
 
 
-def _names(filled: Mapping[str, NDArray[Any]], count: int) -> list[str] | None:
+def _names(filled: Mapping[str, NDArray[np.generic]], count: int) -> list[str] | None:
     for array in filled.values():
         if array.dtype == object and len(array) == count:
             return [item.decode("utf-8", "replace") or "(nothing)" for item in array]
@@ -146,7 +145,7 @@ def _entities(content: bytes) -> str:
     return ", ".join(said) or "(nothing)"
 
 
-def _values(array: NDArray[Any]) -> str:
+def _values(array: NDArray[np.generic]) -> str:
     if array.dtype == object:
         return ", ".join(str(item.decode("utf-8", "replace")) for item in array[:_FEW])
     shown = " ".join(f"{value:.4g}" for value in array[:_FEW].tolist())

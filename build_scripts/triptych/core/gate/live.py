@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from triptych.base.arrays import Array
 from triptych.base.errors import UserError
 from triptych.client import (
     AccessDeniedError,
@@ -121,7 +121,7 @@ def _named_differences(one: Outputs, other: Outputs, names: str) -> Iterator[flo
             yield abs(float(score) - float(others.get(name, last)))
 
 
-def _entries(array: NDArray[Any]) -> list[Any]:
+def _entries(array: Array) -> list[Any]:
     """Return the values in the JSON texts of one output, with lists flattened."""
     values = [_loaded(text) for text in array.flat]
     return [entry for value in values for entry in (value if isinstance(value, list) else [value])]
@@ -387,11 +387,11 @@ def _send(
             raise
 
 
-def _as_decoded(array: NDArray[Any]) -> NDArray[Any]:
+def _as_decoded(array: Array) -> Array:
     """Return an output of a client with texts as the bytes that a decoder makes."""
     if array.dtype != np.object_:
         return array
-    encoded: NDArray[Any] = np.frompyfunc(str.encode, 1, 1)(array)
+    encoded: Array = np.frompyfunc(str.encode, 1, 1)(array)
     return encoded
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from triptych.base.arrays import Array
 from triptych.base.cache import cached_stage, code_hash, versions_of
 from triptych.base.errors import Progress, UserError
 from triptych.base.onnx_graph import open_session
@@ -43,7 +43,7 @@ from triptych.tasks.task import Core, Parameters, Task
 RunBatch = Callable[[Sequence[Sample]], list[RowOutputs]]
 """Function that runs one batch of rows on the artifact."""
 
-RunFeed = Callable[[Feed], Mapping[str, NDArray[Any]]]
+RunFeed = Callable[[Feed], Mapping[str, Array]]
 """Function that runs one feed of the graph and returns the outputs by name."""
 
 
@@ -127,7 +127,7 @@ def _run_openvino(path: Path, core: Core, precision: str) -> RunFeed:
     request = compile_model(path, properties)[1].create_infer_request()
     names = [tensor.name for tensor in core.outputs]
 
-    def run(feed: Feed) -> Mapping[str, NDArray[Any]]:
+    def run(feed: Feed) -> Mapping[str, Array]:
         results = request.infer(feed)
         return {name: results[name] for name in names}
 
@@ -135,10 +135,10 @@ def _run_openvino(path: Path, core: Core, precision: str) -> RunFeed:
 
 
 def _cut(
-    values: NDArray[Any], index: int, start: int, row: TokenRow, core: Core, *, packed: bool
-) -> NDArray[Any]:
+    values: Array, index: int, start: int, row: TokenRow, core: Core, *, packed: bool
+) -> Array:
     places = slice(start, start + len(row.ids)) if packed else (index, slice(len(row.ids)))
-    result: NDArray[Any] = values[places] if core.per_token else values[index]
+    result: Array = values[places] if core.per_token else values[index]
     return result
 
 
@@ -334,7 +334,7 @@ def decode_reference(
     return answer_all(decoding.reference, requests, answers)
 
 
-def _stack(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+def _stack(arrays: Sequence[Array]) -> Array:
     """Return rows as one array, padded with zeros to the longest row, as on a server."""
     if len({array.shape for array in arrays}) == 1:
         return np.stack(arrays)

@@ -24,9 +24,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from triptych.base.arrays import Array
 from triptych.base.onnx_graph import FLOAT, copy_model, free_mark, value_types, write_model
 
-Feed = Mapping[str, NDArray[Any]]
+Feed = Mapping[str, Array]
 MAX_VECTORS = 4096
 """Maximum number of vectors stored per value. They are enough to round the weights of common
 layers."""

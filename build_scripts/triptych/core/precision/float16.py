@@ -87,7 +87,7 @@ class HalfType:
     largest: float
     smallest: float
 
-    def vanishes(self, number: NDArray[Any]) -> bool:
+    def vanishes(self, number: NDArray[np.generic]) -> bool:
         """Return whether a single number is too small for the type.
 
         Larger tensors are weights, some of which may vanish.
@@ -201,7 +201,7 @@ def _near_epsilons(
     return nodes
 
 
-def _numbers(node: Any, constants: Initializers) -> list[NDArray[Any]]:
+def _numbers(node: Any, constants: Initializers) -> list[NDArray[np.generic]]:
     """Return the float constants that a node reads."""
     tensors = [constants[name] for name in node.input if name in constants]
     return [value_of(tensor) for tensor in tensors if tensor.data_type == FLOAT]
@@ -227,7 +227,7 @@ def _undefined(
     return ""
 
 
-def _without_form(numbers: list[NDArray[Any]], wanted: HalfType) -> str:
+def _without_form(numbers: list[NDArray[np.generic]], wanted: HalfType) -> str:
     """Return which constant has no 16-bit representation; empty if all have one."""
     for number in numbers:
         largest = np.abs(number[np.isfinite(number)]).max(initial=0.0)
@@ -467,12 +467,12 @@ def _join(graph: Any, own: Set[str]) -> None:
     set_nodes(graph, [node for node in nodes if node.name in own or node.output[0] in read])
 
 
-def _to_bf16(graph: Any, exact: Mapping[str, NDArray[Any]]) -> None:
+def _to_bf16(graph: Any, exact: Mapping[str, NDArray[np.generic]]) -> None:
     """Turn all fp16 into bf16; round constants from `exact`, their fp32 values by name."""
     import ml_dtypes
     import onnx
 
-    def store(tensor: Any, values: NDArray[Any]) -> None:
+    def store(tensor: Any, values: NDArray[np.generic]) -> None:
         rounded = values.astype(ml_dtypes.bfloat16)
         tensor.CopyFrom(onnx.numpy_helper.from_array(rounded, tensor.name))
 
