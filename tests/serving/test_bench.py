@@ -124,7 +124,6 @@ MISTAKES = (
     ("bench tiny --url 127.0.0.1:9 -c 1", "127.0.0.1:9"),
     ("bench-diff here.json there.json", "here.json"),
     ("tune tiny --slo fast", "must have the form"),
-    ("drift tiny nowhere.jsonl", "nowhere.jsonl"),
 )
 
 
@@ -132,7 +131,7 @@ def test_a_mistake_is_named(home: Path, tmp_path: Path) -> None:
     for line, says in MISTAKES:
         verb, *rest = line.split()
         places = [] if verb == "bench-diff" else options(home, "c")
-        if verb in ("tune", "drift"):
+        if verb == "tune":
             places = places[:6]
         assert says in triptych(verb, *rest, *places, status=2), line
     words = [*options(home, "d"), "--repository", str(tmp_path)]
