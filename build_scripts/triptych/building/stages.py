@@ -109,7 +109,7 @@ ModelT = TypeVar("ModelT", bound=CheckedModel)
 
 
 class BuildStages(Protocol[SpecT, InputsT, ModelT]):
-    """BuildStages of one kind of pipeline, with its own spec, inputs and model."""
+    """Stages of one kind of pipeline, with its own spec, inputs and model."""
 
     def check_files(self, spec: SpecT) -> Sequence[Check]:
         """Check the files of a pipeline without a server or a model."""
