@@ -43,9 +43,8 @@ from triptych.building.generation.inputs import read_generation
 from triptych.building.generation.live import verify_generation
 from triptych.building.generation.model import GenerationInfo, read_generation_model
 from triptych.building.generation.weights import load_model
-from triptych.building.stages import BenchOptions, LiveOptions
 from triptych.container.lock_check import check_repository
-from triptych.core.gate.verify import describe_verification
+from triptych.core.gate.verify import LiveOptions, describe_verification
 from triptych.deploy.targets import make_manifests
 from triptych.interface.cli import app
 from triptych.interface.cli.plan_text import describe_text_generation
@@ -53,7 +52,7 @@ from triptych.interface.page.chat import ChatPage
 from triptych.repository.lint.checks import run_checks
 from triptych.repository.manifest import EncoderManifest, read_manifest
 from triptych.serving.bench import measure as measuring
-from triptych.serving.bench.bench import Bench
+from triptych.serving.bench.bench import Bench, BenchOptions
 from triptych.serving.bench.measure import NO_ANSWER, STREAM_ERROR
 from triptych.serving.bench.resources import read_metrics
 from triptych.serving.bench.results import Measurement, OfferedLoad
@@ -354,13 +353,7 @@ def test_verify_passes_what_is_right_and_sees_other_prompts(
     inputs = read_generation(load_generation_spec(repository.parent / "quick"), quiet)
     # As if the server put one beginning too many before each prompt.
     others = tuple(replace(one, ids=one.ids[1:]) for one in inputs.prompts)
-    live = LiveOptions(
-        repository=repository,
-        server=nullcontext(server),
-        progress=quiet,
-        clients=4,
-        timeout_s=DEADLINE_S,
-    )
+    live = LiveOptions(repository, nullcontext(server), quiet, clients=4, timeout_s=DEADLINE_S)
     found = verify_generation(replace(inputs, prompts=others), live)
     failed = {one.metric for one in found.verdicts if not one.passed}
     assert {"prompt_agreement", "margin_at_difference"} <= failed

@@ -23,9 +23,9 @@ import text2text_cases
 from conftest import ROOT, quiet, write_pipeline
 from triptych.building.build import BuildOutcome
 from triptych.building.pipeline import AnyPipeline, open_pipeline
-from triptych.building.stages import BenchOptions, BuildOptions, LiveOptions
+from triptych.building.stages import BuildOptions
 from triptych.client import Client
-from triptych.core.gate.verify import describe_verification, verification_data
+from triptych.core.gate.verify import LiveOptions, describe_verification, verification_data
 from triptych.deploy.options import DeployOptions
 from triptych.deploy.targets import known_of, make_manifests
 from triptych.interface import api
@@ -33,7 +33,7 @@ from triptych.interface.cli.plan_text import describe_pipeline
 from triptych.interface.page.demo import open_page
 from triptych.repository.lint.checks import run_checks
 from triptych.repository.manifest import BuildManifest, build_id, kind_of_build, read_manifest
-from triptych.serving.bench.bench import Bench
+from triptych.serving.bench.bench import Bench, BenchOptions
 from triptych.serving.bench.results import OfferedLoad
 from triptych.serving.endpoint import Endpoint
 from triptych.serving.server import Server
@@ -197,11 +197,7 @@ def test_it_answers_and_passes_its_gate_where_it_is_served(case: Case) -> None:
     with Client(case.spec.name, case.url, timeout_s=60.0) as client:
         assert ANSWERS[case.kind](client) is not None
     options = LiveOptions(
-        repository=case.repository,
-        server=nullcontext(Endpoint(case.url)),
-        progress=quiet,
-        clients=4,
-        timeout_s=60.0,
+        case.repository, nullcontext(Endpoint(case.url)), quiet, clients=4, timeout_s=60.0
     )
     result = case.pipeline.verify(options)
     lines = [line for line, _ in describe_verification(result)]

@@ -36,7 +36,7 @@ from triptych.client import Client, InvalidRequestError
 from triptych.container.health import QUESTION_FILE, HealthCheck
 from triptych.container.manifests import find_pipelines
 from triptych.core.gate.cached import GateFailure
-from triptych.core.gate.verify import verify_pipeline
+from triptych.core.gate.verify import LiveOptions, verify_pipeline
 from triptych.runtime.sampling import FOLDER_VARIABLE
 from triptych.serving.server import Server
 from triptych.spec.model_fields import load_model_spec
@@ -174,7 +174,7 @@ def test_health_and_the_live_gate_ask_in_the_types_of_the_inputs(folder: Path, s
         assert (repository / name / QUESTION_FILE).is_file()
         inputs = read_own(folder, name)
         result = verify_pipeline(
-            inputs, repository, nullcontext(server), quiet, clients=4, timeout_s=60.0
+            inputs, LiveOptions(repository, nullcontext(server), quiet, clients=4, timeout_s=60.0)
         )
         assert result.passed, result.failures
         assert {verdict.metric for verdict in result.verdicts} >= set(inputs.plan.task.metrics)

@@ -24,9 +24,8 @@ from triptych.building.generation.gate import check_generation
 from triptych.building.generation.live import verify_generation
 from triptych.building.generation.reference import reference_answers
 from triptych.building.generation.text2text import Text2TextInputs, read_text2text, without_advice
-from triptych.building.stages import LiveOptions
 from triptych.core.gate.cached import GateFailure
-from triptych.core.gate.verify import describe_verification
+from triptych.core.gate.verify import LiveOptions, describe_verification
 from triptych.interface.cli.plan_text import describe_text2text
 from triptych.interface.page.chat import TextPage
 from triptych.repository.records import GateResult
@@ -152,11 +151,7 @@ def test_it_is_held_to_its_gate_where_it_is_served(server: Server, repository: P
     def verified(kind: str, *overrides: str) -> GateResult:
         inputs = read_text2text(load_text2text_spec(repository.parent / kind, overrides), quiet)
         options = LiveOptions(
-            repository=repository,
-            server=nullcontext(Endpoint(server.grpc_url)),
-            progress=quiet,
-            clients=4,
-            timeout_s=120.0,
+            repository, nullcontext(Endpoint(server.grpc_url)), quiet, clients=4, timeout_s=120.0
         )
         return verify_generation(inputs, options)
 

@@ -18,7 +18,12 @@ from typer.testing import CliRunner
 from conftest import build_into, quiet, traffic_texts, write_pipeline
 from task_models import tagger, text_classifier
 from triptych.base.errors import UserError
-from triptych.core.gate.verify import describe_verification, verification_data, verify_pipeline
+from triptych.core.gate.verify import (
+    LiveOptions,
+    describe_verification,
+    verification_data,
+    verify_pipeline,
+)
 from triptych.core.gate_rows import EDGE_TEXTS
 from triptych.core.inputs import PipelineInputs, read_inputs
 from triptych.interface.cli import app
@@ -93,7 +98,9 @@ def inputs_of(folder: Path, *overrides: str) -> PipelineInputs:
 def verify(folder: Path, repository: Path, *overrides: str, url: str | None = None) -> GateResult:
     inputs = inputs_of(folder, *overrides)
     server = endpoint.open_endpoint(repository, inputs.plan.spec.name, url, quiet)
-    return verify_pipeline(inputs, repository, server, quiet, clients=16, timeout_s=120.0)
+    return verify_pipeline(
+        inputs, LiveOptions(repository, server, quiet, clients=16, timeout_s=120.0)
+    )
 
 
 def at_the_command_line(base: Path, name: str, *words: str) -> Any:
@@ -236,7 +243,7 @@ def test_mistakes_are_said(base: Path, url: str, tmp_path: Path) -> None:
     server = endpoint.open_endpoint(base / "r", "topics", url, quiet)
     inputs = inputs_of(base / "p/topics")
     with pytest.raises(UserError, match="does not answer requests within 1e-05 s"):
-        verify_pipeline(inputs, base / "r", server, quiet, clients=2, timeout_s=1e-5)
+        verify_pipeline(inputs, LiveOptions(base / "r", server, quiet, clients=2, timeout_s=1e-5))
 
 
 def test_a_server_that_dies_meanwhile_is_named(
@@ -260,7 +267,7 @@ def test_a_server_that_dies_meanwhile_is_named(
     server = endpoint.open_endpoint(base / "r", "topics", None, quiet)
     inputs = inputs_of(base / "p/topics")
     with pytest.raises(ServerError, match="SIGKILL"):
-        verify_pipeline(inputs, base / "r", server, kill, clients=16, timeout_s=120.0)
+        verify_pipeline(inputs, LiveOptions(base / "r", server, kill, clients=16, timeout_s=120.0))
 
 
 def test_the_lock_tells_the_precision_and_what_was_accepted(

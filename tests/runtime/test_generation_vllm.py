@@ -22,10 +22,9 @@ from triptych.building.generation import build as stages
 from triptych.building.generation import live
 from triptych.building.generation.inputs import read_generation
 from triptych.building.generation.live import verify_generation
-from triptych.building.stages import LiveOptions
 from triptych.container.health import HealthCheck
 from triptych.container.manifests import find_pipelines
-from triptych.core.gate.verify import describe_verification
+from triptych.core.gate.verify import LiveOptions, describe_verification
 from triptych.repository.records import GateResult
 from triptych.serving.server import Server
 from triptych.spec.generation_fields import load_generation_spec
@@ -64,13 +63,7 @@ def test_the_example_passes_its_gate_streams_and_gives_up(
     try:
         server.start()
         server.wait_ready(timeout_s=900)
-        options = LiveOptions(
-            repository=repository,
-            server=nullcontext(server),
-            progress=quiet,
-            clients=4,
-            timeout_s=120.0,
-        )
+        options = LiveOptions(repository, nullcontext(server), quiet, clients=4, timeout_s=120.0)
         found = verify_generation(inputs, options)
         assert found.passed, list(describe_verification(found))
         figures = {one.metric: one.value for one in found.verdicts}

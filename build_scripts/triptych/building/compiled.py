@@ -14,7 +14,7 @@ from triptych.building.build import write_repository
 from triptych.building.device_rows import keep_passed_gate, write_device_rows
 from triptych.building.own_checks import check_own_pipeline
 from triptych.building.pipeline_checks import Check, check_pipeline
-from triptych.building.stages import BenchOptions, BuildOptions, LiveOptions
+from triptych.building.stages import BuildOptions
 from triptych.container.device_check import ROWS_FILE
 from triptych.container.processor import find_instruction_sets, sets_for
 from triptych.core.engine.dry_run import run_dry_build
@@ -29,7 +29,7 @@ from triptych.core.gate.answers import check_hooks
 from triptych.core.gate.cached import coarsest_of, join_gates
 from triptych.core.gate.ranges import find_ranges
 from triptych.core.gate.runs import write_warm_ups
-from triptych.core.gate.verify import verify_pipeline
+from triptych.core.gate.verify import LiveOptions, verify_pipeline
 from triptych.core.gate_rows import measure_diversity
 from triptych.core.inputs import PipelineInputs, read_inputs
 from triptych.core.own_chain import open_artifact
@@ -52,7 +52,7 @@ from triptych.repository.records import DryRun, GateResult
 from triptych.repository.render import CoreFiles, Rendered, StepFiles, render
 from triptych.repository.sharing import check_sharers, owner_of_core
 from triptych.repository.store import hash_files
-from triptych.serving.bench.bench import bench_pipeline
+from triptych.serving.bench.bench import BenchOptions, bench_pipeline
 from triptych.serving.bench.results import BenchResult
 from triptych.spec.model_fields import CompiledSpec, is_own
 
@@ -203,24 +203,10 @@ class CompiledStages:
         return build_engine_here(options.repository, model.spec.name, options.progress)
 
     def verify(self, inputs: PipelineInputs, options: LiveOptions) -> GateResult:
-        return verify_pipeline(
-            inputs,
-            options.repository,
-            options.server,
-            options.progress,
-            clients=options.clients,
-            timeout_s=options.timeout_s,
-        )
+        return verify_pipeline(inputs, options)
 
     def bench(self, inputs: PipelineInputs, options: BenchOptions) -> BenchResult:
-        return bench_pipeline(
-            inputs,
-            options.repository,
-            options.bench,
-            options.progress,
-            url=options.url,
-            metrics_url=options.metrics_url,
-        )
+        return bench_pipeline(inputs, options)
 
 
 def read_compiled(spec: CompiledSpec, progress: Progress) -> PipelineInputs:

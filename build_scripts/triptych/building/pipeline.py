@@ -12,17 +12,17 @@ from triptych.building.generation.build import CheckedEngine, GeneratingStages
 from triptych.building.generation.inputs import GeneratingInputs
 from triptych.building.pipeline_checks import Check
 from triptych.building.stages import (
-    BenchOptions,
     BuildOptions,
     BuildStages,
     InputsT,
-    LiveOptions,
     ModelT,
     SpecT,
 )
+from triptych.core.gate.verify import LiveOptions
 from triptych.core.inputs import PipelineInputs
 from triptych.core.precision.stage import CheckedCore
 from triptych.repository.records import GateResult
+from triptych.serving.bench.bench import BenchOptions
 from triptych.serving.bench.results import BenchResult
 from triptych.spec.any_spec import AnySpec
 from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec, TextSpec
@@ -46,19 +46,11 @@ class OpenPipeline(Generic[SpecT, InputsT, ModelT]):
         return build(self.stages, self.stages.read(self.spec, options.progress), options)
 
     def verify(self, options: LiveOptions) -> GateResult:
-        """Run the gate through a server.
-
-        Raises:
-            UserError: No server answers, or it does not serve this pipeline.
-        """
+        """Run the gate through a server; see `verify_pipeline`."""
         return self.stages.verify(self.stages.read(self.spec, options.progress), options)
 
     def bench(self, options: BenchOptions) -> BenchResult:
-        """Measure the built pipeline.
-
-        Raises:
-            UserError: The pipeline is not built, does not support the options, or is not served.
-        """
+        """Measure the built pipeline; see `bench_pipeline`."""
         return self.stages.bench(self.stages.read(self.spec, options.progress), options)
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from triptych.base.errors import Progress
 from triptych.building.pipeline_checks import Check
-from triptych.core.gate.verify import ReadyServer
+from triptych.core.gate.verify import LiveOptions
 from triptych.repository.records import GateResult
 from triptych.repository.render import Rendered
-from triptych.serving.bench.bench import Bench
+from triptych.serving.bench.bench import BenchOptions
 from triptych.serving.bench.results import BenchResult
 from triptych.spec.any_spec import AnySpec
 from triptych.spec.plan import Plan
@@ -43,64 +42,18 @@ class CheckedModel(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """Options of a build that are not part of the spec.
+    """Options of a build that are not part of the spec."""
 
-    Attributes:
-        repository: Folder of the models.
-        progress: Receives each stage and its result.
-        accept: Reason why a failed gate is accepted, for the build manifest; empty to fail instead.
-        built_after: Names of the pipelines that are built right after this one; None to skip the
-            check of pipelines that share this core.
-        engine_dry_run: Whether an engine that cannot be built here is built in a dry run, see
-            `core.engine.dry_run`.
-        before_write: Called with the checked model just before the files are written; an error of
-            it leaves the repository as it was.
-    """
-
-    repository: Path
-    progress: Progress
-    accept: str = ""
+    repository: Path  # folder of the models
+    progress: Progress  # receives each stage and its result
+    accept: str = ""  # reason why a failed gate is accepted; empty to fail instead
     built_after: Sequence[str] | None = ()
-    engine_dry_run: bool = True
+    """Names of the pipelines that are built right after this one; None to skip the check of
+    pipelines that share this core."""
+    engine_dry_run: bool = True  # whether an engine that cannot be built here is built in a dry run
     before_write: Callable[[CheckedModel], object] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class LiveOptions:
-    """Options of the gate on a served pipeline.
-
-    Attributes:
-        repository: Folder of the models, whose build manifest has the precision.
-        server: Server of the pipeline; entered once everything else is ready.
-        progress: Receives each stage.
-        clients: Number of requests in flight, if requests are sent concurrently.
-        timeout_s: Deadline of each request in seconds.
-    """
-
-    repository: Path
-    server: AbstractContextManager[ReadyServer]
-    progress: Progress
-    clients: int
-    timeout_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchOptions:
-    """Options of a measurement.
-
-    Attributes:
-        repository: Folder of the models, with the build manifest of the build.
-        progress: Called at each measurement.
-        bench: Loads, rounds and limits.
-        url: gRPC address of a server; None starts one on `repository`.
-        metrics_url: URL of the metrics page of the server at `url`.
-    """
-
-    repository: Path
-    progress: Progress
-    bench: Bench
-    url: str | None = None
-    metrics_url: str | None = None
+    """Called with the checked model just before the files are written; an error of it leaves the
+    repository as it was."""
 
 
 SpecT = TypeVar("SpecT", contravariant=True)

@@ -8,10 +8,14 @@ from collections import Counter
 from triptych.base.cache import versions_of
 from triptych.base.errors import UserError
 from triptych.building.generation.inputs import GeneratingInputs
-from triptych.building.stages import BenchOptions
 from triptych.client.connection import check_single
 from triptych.runtime.sampling_parameters import FIELD
-from triptych.serving.bench.bench import bench_requests, describe_machine, describe_server
+from triptych.serving.bench.bench import (
+    BenchOptions,
+    bench_requests,
+    describe_machine,
+    describe_server,
+)
 from triptych.serving.bench.results import BenchResult, Subject
 from triptych.serving.generation_environment import read_versions
 from triptych.spec.generation_fields import GeneratingSpec
@@ -32,15 +36,8 @@ def bench_generation(inputs: GeneratingInputs, options: BenchOptions) -> BenchRe
     for load in bench.loads:
         if load.kind == "concurrency":
             check_clients("--concurrency", int(load.value), inputs.spec)
-    return bench_requests(
-        subject_of(inputs, server=describe_server(url)),
-        requests_of(inputs),
-        options.repository,
-        bench,
-        options.progress,
-        url=url,
-        metrics_url=options.metrics_url,
-    )
+    subject = subject_of(inputs, server=describe_server(options.url))
+    return bench_requests(subject, requests_of(inputs), options)
 
 
 def check_clients(option: str, clients: int, spec: GeneratingSpec) -> None:

@@ -20,7 +20,8 @@ from triptych.building.generation.live import verify_generation
 from triptych.building.generation.render import ENGINES, render_generation
 from triptych.building.generation.text2text import read_text2text
 from triptych.building.pipeline_checks import Check
-from triptych.building.stages import BenchOptions, BuildOptions, LiveOptions
+from triptych.building.stages import BuildOptions
+from triptych.core.gate.verify import LiveOptions
 from triptych.repository.lint.checks import LintFailure, lint_rendered
 from triptych.repository.manifest import (
     MANIFEST_FILE,
@@ -36,6 +37,7 @@ from triptych.repository.store import hash_files, write_models
 from triptych.runtime.hooking import HOOKS_FILE
 from triptych.runtime.prompts import read_conversation
 from triptych.runtime.request_errors import RequestError
+from triptych.serving.bench.bench import BenchOptions
 from triptych.serving.bench.results import BenchResult
 from triptych.serving.generation_environment import read_versions
 from triptych.spec.any_spec import load_any_spec

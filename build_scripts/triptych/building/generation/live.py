@@ -32,11 +32,10 @@ from triptych.building.generation.reference import (
     weigh,
 )
 from triptych.building.generation.render import ENGINES
-from triptych.building.stages import LiveOptions
 from triptych.client import Client, Completion, Generation, InferenceError
 from triptych.client.connection import read_target
 from triptych.core.gate.live import NO_SERVER
-from triptych.core.gate.verify import with_live_run
+from triptych.core.gate.verify import LiveOptions, with_live_run
 from triptych.repository.manifest import BuildManifest, find_manifest
 from triptych.repository.records import GateResult, LiveRun
 from triptych.runtime.sampling_parameters import ADAPTER, DEFAULTS

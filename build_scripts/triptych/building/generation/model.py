@@ -57,21 +57,17 @@ class QuantizedNumbers(TypedDict, total=False):
 
     num_bits: int
     type: str
-    symmetric: bool
-    strategy: str
-    dynamic: bool
 
 
 class QuantizedLayers(TypedDict, total=False):
     """Group of layers in a configuration of compressed-tensors."""
 
-    targets: list[str]
     weights: QuantizedNumbers
     input_activations: QuantizedNumbers | None
 
 
 class QuantizationConfig(TypedDict, total=False):
-    """The ``quantization_config`` of a ``config.json``, as far as it is read or written here."""
+    """The ``quantization_config`` of a ``config.json``, as far as it is read here."""
 
     quant_method: str
     bits: int
@@ -81,9 +77,7 @@ class QuantizationConfig(TypedDict, total=False):
     version: str
     checkpoint_format: str
     format: str
-    quantization_status: str
     config_groups: dict[str, QuantizedLayers]
-    ignore: list[str]
 
 
 def read_quantization(config: QuantizationConfig | None) -> Quantization | None:
@@ -149,12 +143,12 @@ def check_precision(precision: str, found: Quantization | None, *, backend: str)
         )
 
 
-def compressed_tensors_config(precision: str) -> QuantizationConfig:
+def compressed_tensors_config(precision: str) -> dict[str, object]:
     """Return the ``quantization_config`` of weights scaled by channel and activations by token.
 
     vLLM reads this format: https://github.com/vllm-project/compressed-tensors
     """
-    both: QuantizedNumbers = {"num_bits": 8, "type": CONVERTED[precision], "symmetric": True}
+    both = {"num_bits": 8, "type": CONVERTED[precision], "symmetric": True}
     return {
         "quant_method": "compressed-tensors",
         "format": f"{CONVERTED[precision]}-quantized",

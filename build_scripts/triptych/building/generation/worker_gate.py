@@ -15,42 +15,24 @@ from typing import TypedDict
 
 
 class EngineOrder(TypedDict):
-    """Prompts for an engine, and what to tell of them.
+    """Prompts for an engine, and what to tell of them."""
 
-    Attributes:
-        engine: Module of `runtime`.
-        settings: Settings of the engine.
-        weights: Folder of the weights.
-        prompts: Token ids of each prompt.
-        adapters: Name of the adapter of each prompt; empty for the model itself.
-        wanted: Token ids of the reference's answer to each prompt.
-        max_tokens: Maximum number of answer tokens of each prompt.
-        labeled: Token ids, maximum number of answer tokens and adapter of each labeled prompt.
-    """
-
-    engine: str
+    engine: str  # module of `runtime`
     settings: dict[str, object]
-    weights: str
-    prompts: list[list[int]]
-    adapters: list[str]
-    wanted: list[list[int]]
-    max_tokens: list[int]
-    labeled: list[tuple[list[int], int, str]]
+    weights: str  # folder
+    prompts: list[list[int]]  # token ids
+    adapters: list[str]  # of each prompt; empty for the model itself
+    wanted: list[list[int]]  # token ids of the reference's answers
+    max_tokens: list[int]  # maximum number of tokens of each answer
+    labeled: list[tuple[list[int], int, str]]  # token ids, maximum number of tokens, adapter
 
 
 class EngineAnswers(TypedDict):
-    """Answers of an engine to an `EngineOrder`.
-
-    Attributes:
-        alone: Token ids of the answer to each prompt alone.
-        together: Token ids of the answers to all prompts together.
-        forced: Log-probabilities of the reference's tokens.
-        labeled: Token ids of the answers to the labeled prompts.
-    """
+    """Answers of an engine to an `EngineOrder`, as token ids."""
 
     alone: list[list[int]]
     together: list[list[int]]
-    forced: list[list[float]]
+    forced: list[list[float]]  # log-probabilities of the reference's tokens
     labeled: list[list[int]]
 
 

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -260,31 +260,26 @@ class ReadyServer(Protocol):
         """``host:port`` of the server's gRPC endpoint."""
 
 
-def verify_pipeline(
-    inputs: PipelineInputs,
-    repository: Path,
-    server: AbstractContextManager[ReadyServer],
-    progress: Progress,
-    *,
-    clients: int,
-    timeout_s: float,
-) -> GateResult:
-    """Send the gate's requests to the served pipeline and compare with the reference.
+@dataclass(frozen=True)
+class LiveOptions:
+    """Options of the gate on a served pipeline."""
 
-    Args:
-        inputs: Inputs of the pipeline.
-        repository: Folder of the models, whose build manifest has the precision.
-        server: Server of the pipeline; entered once everything else is ready.
-        progress: Receives each stage.
-        clients: Number of requests in flight, if requests are sent concurrently.
-        timeout_s: Deadline of each request in seconds.
+    repository: Path  # folder of the models, whose build manifest has the precision
+    server: AbstractContextManager[ReadyServer]  # entered once everything else is ready
+    progress: Progress  # receives each stage
+    clients: int  # number of requests in flight, if requests are sent concurrently
+    timeout_s: float  # deadline of each request in seconds
+
+
+def verify_pipeline(inputs: PipelineInputs, options: LiveOptions) -> GateResult:
+    """Send the gate's requests to the served pipeline and compare with the reference.
 
     Raises:
         UserError: No server answers, or the server does not serve this pipeline.
     """
-    plan = inputs.plan
-    manifest = find_manifest(repository, plan.spec.name, EncoderManifest)
-    precision = _precision(plan, repository, manifest)
+    plan, progress, clients = inputs.plan, options.progress, options.clients
+    manifest = find_manifest(options.repository, plan.spec.name, EncoderManifest)
+    precision = _precision(plan, options.repository, manifest)
     rules = rules_of(inputs, precision, None if manifest is None else manifest.gate.rounding)
     sent = live_requests(plan, inputs.requests)
     progress("verify", f"{len(inputs.requests)} requests in {plan.original} fp32 ...")
@@ -296,7 +291,7 @@ def verify_pipeline(
         )
         for request, answer, words in zip(inputs.requests, wanted, refused, strict=True)
     ]
-    with server as reached:
+    with options.server as reached:
         endpoint = reached.grpc_url
         started = time.monotonic()
         runs = run_live(
@@ -304,7 +299,7 @@ def verify_pipeline(
             endpoint,
             sent,
             clients=clients,
-            timeout_s=timeout_s,
+            timeout_s=options.timeout_s,
             progress=lambda line: progress("verify", line),
         )
         seconds = time.monotonic() - started

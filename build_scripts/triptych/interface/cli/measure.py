@@ -197,10 +197,9 @@ def bench(
     The requests are the pipeline's own traffic.
     """
     from triptych.building.pipeline import open_pipeline
-    from triptych.building.stages import BenchOptions
     from triptych.interface.cli.measured_tables import print_bench
     from triptych.interface.report.bench import write_bench_report, write_figures
-    from triptych.serving.bench.bench import CONCURRENCY, Bench, parse_loads
+    from triptych.serving.bench.bench import CONCURRENCY, Bench, BenchOptions, parse_loads
     from triptych.serving.bench.results import judge_slo, to_json
     from triptych.spec.any_spec import load_any_spec, parse_any_slo
 

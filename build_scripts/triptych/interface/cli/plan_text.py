@@ -207,16 +207,7 @@ AUTO = "auto"
 
 
 def describe_pipeline(spec: AnySpec, repository: Path, progress: Progress) -> Described:
-    """Return the plan of a pipeline of any kind, as plain data.
-
-    Args:
-        spec: Spec of the pipeline.
-        repository: Folder of the models, which may hold an earlier build.
-        progress: Receives what was read.
-
-    Raises:
-        UserError: The spec, the model, the hooks or the traffic has a mistake.
-    """
+    """Return the plan of a pipeline as plain data; the repository may hold an earlier build."""
     match spec:
         case PipelineSpec() | ModelSpec():
             return describe_encoder(read_compiled(spec, progress), repository)

@@ -380,9 +380,8 @@ def verify(
 ) -> None:
     """Run the accuracy gate against a running server."""
     from triptych.building.pipeline import open_pipeline
-    from triptych.building.stages import LiveOptions
     from triptych.client.server_info import check_served
-    from triptych.core.gate.verify import describe_verification, verification_data
+    from triptych.core.gate.verify import LiveOptions, describe_verification, verification_data
     from triptych.serving.endpoint import check_built, open_endpoint
     from triptych.spec.any_spec import load_any_spec
 

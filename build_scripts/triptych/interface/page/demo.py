@@ -251,17 +251,7 @@ def open_page(
     port: int,
     timeout_s: float,
 ) -> PageServer:
-    """Return the page of a served pipeline of any kind.
-
-    Args:
-        spec: Spec of the pipeline.
-        folder: Folder of the pipeline.
-        repository: Model repository with the pipeline.
-        url: Address ``host:port`` of the server's gRPC endpoint.
-        host: Address to listen on.
-        port: Port to listen on; 0 picks a free port.
-        timeout_s: Timeout of each request, in seconds.
-    """
+    """Return the page of a served pipeline of any kind; see `open_pipeline` and `DemoPage`."""
     match spec:
         case PipelineSpec() | ModelSpec():
             return DemoPage(open_pipeline(spec, folder, repository, url, timeout_s), host, port)

@@ -65,29 +65,25 @@ class Bench:
     export: Path | None = None  # file for the requests with all options
 
 
-def bench_pipeline(
-    inputs: PipelineInputs,
-    repository: Path,
-    bench: Bench,
-    progress: Progress,
-    *,
-    url: str | None = None,
-    metrics_url: str | None = None,
-) -> BenchResult:
-    """Measure a built pipeline.
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """Place and options of a load test."""
 
-    Args:
-        inputs: Inputs of the pipeline.
-        repository: Folder of the models, with the build manifest of the build.
-        bench: Options.
-        progress: Called at each measurement.
-        url: gRPC address of a server; None starts one on `repository`.
-        metrics_url: URL of the metrics page of the server at `url`.
+    repository: Path  # folder of the models, with the build manifest of the build
+    progress: Progress  # called at each measurement
+    bench: Bench
+    url: str | None = None  # gRPC address of a server; None starts one on `repository`
+    metrics_url: str | None = None  # URL of the metrics page of the server at `url`
+
+
+def bench_pipeline(inputs: PipelineInputs, options: BenchOptions) -> BenchResult:
+    """Measure a built pipeline.
 
     Raises:
         UserError: The pipeline is not built, `url` is several servers, or the server does not serve
             the pipeline.
     """
+    repository, url = options.repository, options.url
     if url is not None:
         check_single(url, "measure it")
     inputs = inputs.with_built_layout(repository)
@@ -96,9 +92,7 @@ def bench_pipeline(
     subject = describe_target(
         inputs, repository, server=describe_server(url, inputs.plan.spec.core.backend)
     )
-    return bench_requests(
-        subject, inputs.traffic, repository, bench, progress, url=url, metrics_url=metrics_url
-    )
+    return bench_requests(subject, inputs.traffic, options)
 
 
 def describe_server(url: str | None, backend: str = "") -> str:
@@ -112,35 +106,27 @@ def describe_server(url: str | None, backend: str = "") -> str:
 
 
 def bench_requests(
-    subject: Subject,
-    requests: Sequence[Request],
-    repository: Path,
-    bench: Bench,
-    progress: Progress,
-    *,
-    url: str | None = None,
-    metrics_url: str | None = None,
+    subject: Subject, requests: Sequence[Request], options: BenchOptions
 ) -> BenchResult:
-    """Measure a pipeline of any kind.
+    """Measure a pipeline of any kind; with a `GenerationSlo` the answers are streamed.
 
     Args:
         subject: Description of the target, without the build.
         requests: Requests, sent in turn.
-        repository: Folder of the models.
-        bench: Options; with a `GenerationSlo` the answers are streamed.
-        progress: Called at each measurement.
-        url: gRPC address of a server; None starts one on `repository`.
-        metrics_url: URL of the metrics page of the server at `url`.
+        options: Place and options.
 
     Raises:
         UserError: See `bench_pipeline`.
     """
+    bench, repository, progress = options.bench, options.repository, options.progress
     name = subject.pipeline
     if bench.export is not None:
         export_rows(bench.export, requests, find_settings(repository, name))
     # A server elsewhere may have loaded another build.
-    build = build_id(repository, name) if url is None else ""
-    with open_endpoint(repository, name, url, progress, metrics_url=metrics_url) as endpoint:
+    build = build_id(repository, name) if options.url is None else ""
+    with open_endpoint(
+        repository, name, options.url, progress, metrics_url=options.metrics_url
+    ) as endpoint:
         streaming_slo = bench.slo if isinstance(bench.slo, GenerationSlo) else None
         target = BenchTarget(
             endpoint.grpc_url, name, endpoint.metrics_url, endpoint.pid, streaming_slo
