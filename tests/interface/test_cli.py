@@ -20,6 +20,7 @@ from conftest import ROOT, write_pipeline
 from processes import eventually, regions
 from rights import without_rights
 from served_command import TRIPTYCH, endpoints_of, serving
+from triptych.base.files import as_user_error
 from triptych.core import inputs as core_inputs
 from triptych.interface.cli import main
 
@@ -309,6 +310,8 @@ def test_what_this_user_may_not_read_or_write_is_told_before_the_work(
     monkeypatch.setattr("triptych.building.compiled.read_inputs", fail)
     errors = project.run("inspect", "tiny")[2]
     assert "`reports/tiny/gate.json` has too little free space. Given: No space left on" in errors
+    full = OSError(errno.ENOSPC, "No space left on device")  # of a write, which names no file
+    assert "TMPDIR (" in str(as_user_error(full))
 
 
 def test_serve_answers_starts_a_killed_server_again_and_ends_cleanly(

@@ -16,6 +16,7 @@ from typing import cast
 
 import pytest
 
+import scaffolding
 from echo_server import write_model
 from killed_commits import tree
 from mistakes import check_refused
@@ -34,6 +35,7 @@ from triptych.repository.store import (
     sibling_work_dir,
     write_models,
 )
+from triptych.serving.bench.perf_analyzer import export_rows
 from triptych.serving.server import Server
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -266,6 +268,9 @@ def test_a_folder_that_cannot_be_written_is_told_before_the_work(tmp_path: Path)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
     try:
         check_refused("does not allow files of this size", check_writable, tmp_path / "reports")
+        rows = ["a" * 2000]
+        check_refused("files of this size", export_rows, tmp_path / "perf.json", rows, {})
+        check_refused("files of this size", scaffolding.write, tmp_path, "text-embedding")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*before, "closed"])

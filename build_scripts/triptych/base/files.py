@@ -127,7 +127,8 @@ def as_user_error(error: Exception) -> UserError | None:
     """
     if not isinstance(error, OSError):
         return error if isinstance(error, UserError) else None
-    file = str(error.filename2 or error.filename or "disk")
+    named = error.filename2 or error.filename
+    file = str(named or "the disk")
     if isinstance(error, PermissionError):
         return UserError(
             file,
@@ -138,7 +139,11 @@ def as_user_error(error: Exception) -> UserError | None:
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
         return None
     rule, remedy = _REFUSALS[error.errno]
-    return UserError(file, rule, given=error.strerror, remedy=remedy.format(another="use another"))
+    another = "use another"
+    if named is None:
+        temporary = os.environ.get("TMPDIR", "/tmp")
+        another += f": of the files that the command writes, or of TMPDIR ({temporary})"
+    return UserError(file, rule, given=error.strerror, remedy=remedy.format(another=another))
 
 
 def expand_home(path: str) -> Path:

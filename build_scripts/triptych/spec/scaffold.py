@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from triptych.base.errors import UserError, closest
-from triptych.base.files import expand_home, parse_yaml
+from triptych.base.files import expand_home, os_errors_as_user_errors, parse_yaml
 from triptych.models.source import check_model_files
 from triptych.spec.kind import GENERATING, GENERATION
 from triptych.spec.scaffold_graph import Described, fit_graph
@@ -260,7 +260,10 @@ def _read_object(file: Path) -> dict[str, Any]:
 def _new_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder, which is renamed to `folder` if the block raises no error."""
     try:
-        with _only_writer(folder.parent) as staging:
+        with (
+            os_errors_as_user_errors(folder.parent, "--pipelines"),
+            _only_writer(folder.parent) as staging,
+        ):
             if folder.exists() or folder.is_symlink():
                 raise UserError(
                     str(folder),

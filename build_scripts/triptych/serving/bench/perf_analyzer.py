@@ -30,7 +30,7 @@ import numpy as np
 
 from triptych.base.errors import UserError
 from triptych.base.extras import install_command
-from triptych.base.files import scratch_folder
+from triptych.base.files import os_errors_as_user_errors, scratch_folder, write_files
 from triptych.base.wheels import download_wheels
 from triptych.serving.bench.perf_output import PERCENTILE, LoadResult, read_export
 from triptych.serving.bench.results import OfferedLoad
@@ -421,7 +421,8 @@ def export_rows(file: Path, requests: Sequence[Request], settings: Mapping[str, 
         value = defaults.get(name, {"bool": False, "str": first}.get(rule["type"], rule.get("max")))
         options[name] = [json.dumps(value) if rule["type"] == "list" else value]
     rows = [_row(request) | options for request in requests]
-    file.write_text(json.dumps({"data": rows}), encoding="ascii")
+    with os_errors_as_user_errors(file.parent, "--export-perf"):
+        write_files(file.parent, {file.name: json.dumps({"data": rows})})
 
 
 def _measure(command: Sequence[str], variables: Mapping[str, str], deadline: float) -> str:
