@@ -48,8 +48,9 @@ GRAPHS["brain"] = GRAPHS["half"].replace("float16", "bfloat16").replace("to=10",
 def make_sklearn() -> Any:
     """Return a classifier as skl2onnx writes it: labels [n], and a ZipMap of the scores."""
     make, tensors = onnx.helper, onnx.TensorProto
-    ones = {"offset": [0.0, 0.0], "scale": [1.0, 1.0]}
-    scaled = make.make_node("Scaler", ["x"], ["scaled"], domain="ai.onnx.ml", **ones)
+    scaled = make.make_node(
+        "Scaler", ["x"], ["scaled"], domain="ai.onnx.ml", offset=[0.0, 0.0], scale=[1.0, 1.0]
+    )
     linear = make.make_node(
         "LinearClassifier",
         ["scaled"],

@@ -260,7 +260,7 @@ class Edits:
             helper.make_tensor_value_info("input_ids", TensorProto.INT32, ["rows", "tokens"]),
             helper.make_tensor_value_info("row_length", TensorProto.INT32, ["rows", 1]),
         ]
-        shape = ["rows", 384]
+        shape: list[str | int] = ["rows", 384]
         output = helper.make_tensor_value_info("sentence_embedding", TensorProto.FLOAT, shape)
         node = helper.make_node(name, ["row_length"], ["sentence_embedding"], "odd")
         self.files[ONNX_FILE] = onnx_file([node], inputs, output, [])

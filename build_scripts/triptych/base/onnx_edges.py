@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,13 +20,16 @@ from triptych.base.onnx_graph import (
     value_of,
 )
 
+if TYPE_CHECKING:
+    import onnx
+
 _HALVES = (FLOAT16, BFLOAT16)
 _TYPE_ATTRIBUTES = ("to", "dtype", "output_dtype", "stash_type", "softmax_precision")
 _BATCH = "batch"
 """Part of the name of an axis that is the batch, wherever it stands."""
 
 
-def to_served(model: Any) -> bool:
+def to_served(model: onnx.ModelProto) -> bool:
     """Change a graph in place, so that its inputs and outputs are those of a core.
 
     Numbers of 16 bits become FP32, in which the graph then computes. The batch becomes the first
@@ -55,7 +58,9 @@ def to_served(model: Any) -> bool:
     return changed
 
 
-def _change(graph: Any, value: Any, mark: str, place: int, *, is_input: bool) -> None:
+def _change(
+    graph: onnx.GraphProto, value: onnx.ValueInfoProto, mark: str, place: int, *, is_input: bool
+) -> None:
     """Move the batch of an input or output to the front, or add an axis to a batch alone."""
     import onnx
 
@@ -63,7 +68,7 @@ def _change(graph: Any, value: Any, mark: str, place: int, *, is_input: bool) ->
     inner = f"{value.name}{mark}inner"
     _rename(graph, value.name, inner)
     source, target = (value.name, inner) if is_input else (inner, value.name)
-    more: dict[str, Any] = {"name": f"{inner}/edge"}
+    more = {"name": f"{inner}/edge"}
     if place:
         # From [batch, a, b] to [a, batch, b], or back.
         moved = [place, *(index for index in range(len(axes)) if index != place)]
@@ -79,7 +84,7 @@ def _change(graph: Any, value: Any, mark: str, place: int, *, is_input: bool) ->
     set_nodes(graph, [node, *graph.node] if is_input else [*graph.node, node])
 
 
-def _rename(graph: Any, old: str, new: str) -> None:
+def _rename(graph: onnx.GraphProto, old: str, new: str) -> None:
     """Rename a value in all nodes and subgraphs, but not among the inputs and outputs."""
     for node in all_nodes(graph.node):
         for names in (node.input, node.output):
@@ -91,7 +96,7 @@ def _rename(graph: Any, old: str, new: str) -> None:
                 value.name = new
 
 
-def _drop_maps(graph: Any) -> bool:
+def _drop_maps(graph: onnx.GraphProto) -> bool:
     """Replace each ZipMap by its scores; return whether there is one."""
     import onnx
 
@@ -109,9 +114,9 @@ def _drop_maps(graph: Any) -> bool:
     return changed
 
 
-def _widen(model: Any) -> bool:
+def _widen(model: onnx.ModelProto) -> bool:
     """Make all numbers of 16 bits FP32; return whether there are any."""
-    import onnx
+    import onnx.inliner
 
     if len(model.functions):
         model.CopyFrom(onnx.inliner.inline_local_functions(model))
@@ -136,10 +141,11 @@ def _widen(model: Any) -> bool:
     return changed
 
 
-def _sorted(graph: Any) -> list[Any]:
+def _sorted(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
     """Return the nodes after those whose results they read; converters append casts at the end."""
     made = {name for node in graph.node for name in node.output}
-    nodes, rest = list[Any](), list(graph.node)
+    nodes: list[onnx.NodeProto] = []
+    rest = list(graph.node)
     while rest:
         waiting = []
         for node in rest:
@@ -154,7 +160,7 @@ def _sorted(graph: Any) -> list[Any]:
     return nodes
 
 
-def _graphs(graph: Any) -> Iterator[Any]:
+def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
     """Yield a graph and those in its nodes."""
     yield graph
     for node in all_nodes(graph.node):

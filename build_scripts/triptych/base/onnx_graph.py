@@ -17,11 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from triptych.base.arrays import Array
+
+if TYPE_CHECKING:
+    import onnx
+    from numpy.typing import ArrayLike
+    from onnxruntime import InferenceSession, SessionOptions
 
 MODEL_FILE = "model.onnx"
 MAX_PROTOBUF = 1_900_000_000
@@ -76,7 +81,7 @@ def read_interface(path: Path) -> GraphInterface:
     return interface_of(read_model(path, weights=False))
 
 
-def interface_of(model: Any) -> GraphInterface:
+def interface_of(model: onnx.ModelProto) -> GraphInterface:
     """Return the interface of an `onnx.ModelProto`."""
     import onnx
 
@@ -91,7 +96,7 @@ def interface_of(model: Any) -> GraphInterface:
     )
 
 
-def _graph_tensor(value: Any) -> GraphTensor:
+def _graph_tensor(value: onnx.ValueInfoProto) -> GraphTensor:
     import onnx
 
     found, kinds = value.type.tensor_type, onnx.TensorProto.DataType
@@ -103,21 +108,21 @@ def _graph_tensor(value: Any) -> GraphTensor:
     return GraphTensor(value.name, kind, axes if found.HasField("shape") else None)
 
 
-def read_model(path: Path, *, weights: bool = True) -> Any:
+def read_model(path: Path, *, weights: bool = True) -> onnx.ModelProto:
     """Return the graph as an `onnx.ModelProto`, with or without `weights` in a file beside it."""
     import onnx
 
     return onnx.load(path, load_external_data=weights)
 
 
-def write_model(model: Any, target: Path) -> Path:
+def write_model(model: onnx.ModelProto, target: Path) -> Path:
     """Check and write ``target/model.onnx``; return its path."""
     target.mkdir(parents=True, exist_ok=True)
     save_onnx(model, target / MODEL_FILE)
     return target / MODEL_FILE
 
 
-def save_onnx(model: Any, path: Path) -> None:
+def save_onnx(model: onnx.ModelProto, path: Path) -> None:
     """Save a graph without traces of the machine that exported it."""
     import onnx
 
@@ -144,30 +149,23 @@ PRODUCTS = frozenset(("MatMul", "Gemm", "Conv", "Einsum", "Attention"))
 """Operators with nearly all work of a model; their type determines accuracy and speed."""
 
 
-class Initializer(Protocol):
-    """Fields of an `onnx.TensorProto` that are read without its values."""
-
-    name: str
-    dims: Sequence[int]
-    data_type: int
+Initializers = Mapping[str, "onnx.TensorProto"]
+"""Initializers of a graph by name."""
 
 
-Initializers = Mapping[str, Initializer]
-
-
-def initializers(graph: Any) -> dict[str, Initializer]:
+def initializers(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
     """Return the graph's initializers by name."""
     return {tensor.name: tensor for tensor in graph.initializer}
 
 
-def value_of(tensor: Initializer) -> Array:
+def value_of(tensor: onnx.TensorProto) -> Array:
     import onnx
 
     value: Array = onnx.numpy_helper.to_array(tensor)
     return value
 
 
-def add_constant(graph: Any, name: str, value: Any) -> str:
+def add_constant(graph: onnx.GraphProto, name: str, value: ArrayLike) -> str:
     """Append an initializer and return its name."""
     import onnx
 
@@ -175,7 +173,7 @@ def add_constant(graph: Any, name: str, value: Any) -> str:
     return name
 
 
-def copy_model(model: Any) -> Any:
+def copy_model(model: onnx.ModelProto) -> onnx.ModelProto:
     import onnx
 
     copy = onnx.ModelProto()
@@ -183,13 +181,13 @@ def copy_model(model: Any) -> Any:
     return copy
 
 
-def set_nodes(graph: Any, nodes: Sequence[Any]) -> None:
+def set_nodes(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto]) -> None:
     """Replace all nodes of a graph."""
     del graph.node[:]
     graph.node.extend(nodes)
 
 
-def at_opset(model: Any) -> Any:
+def at_opset(model: onnx.ModelProto) -> onnx.ModelProto:
     """Raise the opset of a graph of opset 18 or later to `OPSET`, in place, and return the graph.
 
     From 18 to 19 operators gained types and settings without other changes, so only the number
@@ -200,13 +198,13 @@ def at_opset(model: Any) -> Any:
     return model
 
 
-def bodies(node: Any) -> Iterator[Any]:
+def bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
     """Yield the subgraphs of an If, a Loop or a Scan."""
     for attribute in node.attribute:
         yield from (attribute.g, *attribute.graphs)
 
 
-def all_nodes(nodes: Iterable[Any]) -> Iterator[Any]:
+def all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
     """Yield the nodes, each followed by those of its subgraphs."""
     for node in nodes:
         yield node
@@ -214,12 +212,12 @@ def all_nodes(nodes: Iterable[Any]) -> Iterator[Any]:
             yield from all_nodes(body.node)
 
 
-def node_name(node: Any) -> str:
+def node_name(node: onnx.NodeProto) -> str:
     """Return the name of a node, or that of its first output if it has none."""
     return str(node.name or next(iter(node.output), ""))
 
 
-def reads(node: Any) -> Iterator[str]:
+def reads(node: onnx.NodeProto) -> Iterator[str]:
     """Return the values that a node reads, including all names in its subgraphs."""
     yield from node.input
     for body in bodies(node):
@@ -228,7 +226,7 @@ def reads(node: Any) -> Iterator[str]:
         yield from (output.name for output in body.output)
 
 
-def readers(graph: Any) -> dict[str, list[int]]:
+def readers(graph: onnx.GraphProto) -> dict[str, list[int]]:
     """Value to the indices of the nodes that read it, each once."""
     found: dict[str, list[int]] = {}
     for index, node in enumerate(graph.node):
@@ -237,7 +235,7 @@ def readers(graph: Any) -> dict[str, list[int]]:
     return found
 
 
-def drop_unused(graph: Any) -> None:
+def drop_unused(graph: onnx.GraphProto) -> None:
     """Take out the initializers that nothing reads any more, in place."""
     used = {name for node in graph.node for name in reads(node)}
     used |= {output.name for output in graph.output}
@@ -247,7 +245,7 @@ def drop_unused(graph: Any) -> None:
         graph.initializer.extend(kept)
 
 
-def free_mark(graph: Any) -> str:
+def free_mark(graph: onnx.GraphProto) -> str:
     """Return a separator that no name in the graph contains, for unique new names."""
     taken = list(_names(graph))
     mark = "/"
@@ -256,7 +254,7 @@ def free_mark(graph: Any) -> str:
     return mark
 
 
-def _names(graph: Any) -> Iterator[str]:
+def _names(graph: onnx.GraphProto) -> Iterator[str]:
     for value in (*graph.input, *graph.output, *graph.initializer):
         yield value.name
     for node in graph.node:
@@ -275,7 +273,7 @@ SMALL = 1024
 """Bytes of an initializer that inference gets to read: sizes and axes, not weights."""
 
 
-def infer_graph(model: Any, *, data_prop: bool = False) -> Any:
+def infer_graph(model: onnx.ModelProto, *, data_prop: bool = False) -> onnx.ModelProto:
     """Return the graph, without large weights, with the types and shapes that ONNX infers.
 
     With `data_prop`, shapes that the graph computes are followed, too.
@@ -302,7 +300,7 @@ def infer_graph(model: Any, *, data_prop: bool = False) -> Any:
     return onnx.shape_inference.infer_shapes(skeleton, data_prop=data_prop).graph
 
 
-def value_types(model: Any) -> dict[str, int]:
+def value_types(model: onnx.ModelProto) -> dict[str, int]:
     """Return the type of every value by name, as a number of `onnx.TensorProto.DataType`."""
     import onnx
 
@@ -321,7 +319,7 @@ def value_types(model: Any) -> dict[str, int]:
     return types
 
 
-def _stand_in(node: Any) -> Any:
+def _stand_in(node: onnx.NodeProto) -> onnx.NodeProto:
     """Return a standard operator whose first result has the type and axes of the node's."""
     import onnx
 
@@ -345,7 +343,7 @@ _TYPED_BY_ATTRIBUTE = frozenset(("Cast", "Constant", "ConstantOfShape"))
 """Operators that output the 16-bit value themselves."""
 
 
-def open_session(path: Path, options: Any = None) -> Any:
+def open_session(path: Path, options: SessionOptions | None = None) -> InferenceSession:
     """Open an `onnxruntime.InferenceSession` on the CPU, whatever the graph's precision.
 
     Args:
@@ -374,7 +372,7 @@ def open_session(path: Path, options: Any = None) -> Any:
     return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
 
 
-def _has_unsigned_inputs(graph: Any) -> bool:
+def _has_unsigned_inputs(graph: onnx.GraphProto) -> bool:
     """Whether layers take UINT8 inputs, as graphs for ONNX Runtime have them and TensorRT's not."""
     import onnx
 
@@ -382,7 +380,7 @@ def _has_unsigned_inputs(graph: Any) -> bool:
     return unsigned or any(node.op_type == "DynamicQuantizeLinear" for node in graph.node)
 
 
-def _set_entry(options: Any, key: str, value: str) -> None:
+def _set_entry(options: SessionOptions, key: str, value: str) -> None:
     """Set what is not set yet: ONNX Runtime warns of an entry that is set again."""
     try:
         options.get_session_config_entry(key)
@@ -408,7 +406,7 @@ def runnable(path: Path) -> bytes | Path:
     return view
 
 
-def _view(model: Any, types: dict[str, int]) -> Any:
+def _view(model: onnx.ModelProto, types: dict[str, int]) -> onnx.ModelProto:
     """Return the graph with its 16-bit values as fp32 values of the same numbers."""
     graph = model.graph
     nodes = []
@@ -437,13 +435,13 @@ def _view(model: Any, types: dict[str, int]) -> Any:
     return view
 
 
-def _cast(source: str, target: str, kind: int) -> Any:
+def _cast(source: str, target: str, kind: int) -> onnx.NodeProto:
     import onnx
 
     return onnx.helper.make_node("Cast", [source], [target], name=f"{target}/cast", to=kind)
 
 
-def open_original(path: Path, *, optimize: bool) -> Any:
+def open_original(path: Path, *, optimize: bool) -> InferenceSession:
     """Open an `onnxruntime.InferenceSession` of a graph as it is, on the CPU."""
     import onnxruntime
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,6 +28,12 @@ from triptych.base.onnx_graph import (
 )
 from triptych.core.export.places import PADDED_IDS, POSITIONS, SPREAD
 
+if TYPE_CHECKING:
+    import onnx
+    from onnxscript import ir
+
+    from triptych.base.arrays import Array
+
 _INDICES = (PADDED_IDS.name, POSITIONS.name)
 _VIEWS = frozenset(("Reshape", "Squeeze", "Unsqueeze", "Identity"))
 _BY_TOKEN = frozenset(
@@ -41,7 +47,7 @@ _BY_TOKEN = frozenset(
 """Operators that compute each token for itself, along the last axis."""
 
 
-def join_operators(model: Any) -> None:
+def join_operators(model: ir.Model) -> None:
     """Join additions with the normalizations and GELUs behind them, in place.
 
     Args:
@@ -56,7 +62,7 @@ def join_operators(model: Any) -> None:
         fuse(model)
 
 
-def sizes_of_values(model: Any) -> dict[str, tuple[int | str, ...]]:
+def sizes_of_values(model: ir.Model) -> dict[str, tuple[int | str, ...]]:
     """Return the sizes of the values of an `onnx_ir.Model`.
 
     One that varies is a text, and one that is not known a text of its own.
@@ -80,7 +86,7 @@ class RewrittenGraph:
         shapes: Sizes of values by name; an axis that varies is a string.
     """
 
-    def __init__(self, proto: Any, shapes: Mapping[str, Sequence[Any]]) -> None:
+    def __init__(self, proto: onnx.GraphProto, shapes: Mapping[str, Sequence[int | str]]) -> None:
         self.proto = proto
         self.shapes = dict(shapes)
         for value in proto.input:
@@ -106,17 +112,17 @@ class RewrittenGraph:
         shape = self.shapes.get(name)
         return -1 if shape is None else len(shape)
 
-    def constant(self, name: str) -> Any:
-        """Return the value of an initializer; None if `name` is not one."""
-        tensor = self.constants.get(name)
-        return None if tensor is None else value_of(tensor)
+    def constant(self, name: str) -> Array:
+        """Return the value of an initializer."""
+        return value_of(self.constants[name])
 
-    def only_reader(self, name: str) -> Any:
+    def only_reader(self, name: str) -> onnx.NodeProto | None:
         """Return the node that alone reads a value; None if there are others, or none."""
         places = self.readers.get(name, [])
         if len(places) != 1 or name in {value.name for value in self.proto.output}:
             return None
-        return self.proto.node[places[0]]
+        node: onnx.NodeProto = self.proto.node[places[0]]
+        return node
 
     def behind_views(self, name: str) -> str:
         """Return the value of which `name` is the same elements in another shape."""
@@ -124,15 +130,15 @@ class RewrittenGraph:
             name = node.input[0]
         return name
 
-    def replace(self, changes: Mapping[int, Sequence[Any]]) -> None:
+    def replace(self, changes: Mapping[int, Sequence[onnx.NodeProto]]) -> None:
         """Replace nodes by others; the key is the `id` of a node."""
-        nodes: list[Any] = []
+        nodes: list[onnx.NodeProto] = []
         for node in list(self.proto.node):
             nodes += changes.get(id(node), [node])
         set_nodes(self.proto, [_copy(node) for node in nodes])
 
 
-def _copy(node: Any) -> Any:
+def _copy(node: onnx.NodeProto) -> onnx.NodeProto:
     import onnx
 
     copy = onnx.NodeProto()
@@ -140,7 +146,7 @@ def _copy(node: Any) -> Any:
     return copy
 
 
-def rewrite(proto: Any, shapes: Mapping[str, Sequence[Any]]) -> None:
+def rewrite(proto: onnx.GraphProto, shapes: Mapping[str, Sequence[int | str]]) -> None:
     """Rewrite the graph of a core with gathered rows for ONNX Runtime, in place.
 
     Args:
@@ -192,7 +198,7 @@ def _drop_views(graph: RewrittenGraph) -> None:
                 node.input[0] = made.input[0]  # the operator adds axes in front by itself
 
 
-def _is_same(shape: Sequence[Any], other: Sequence[Any]) -> bool:
+def _is_same(shape: Sequence[int | str], other: Sequence[int | str]) -> bool:
     """Check that two shapes of the same elements are equal: then at most one size is unknown."""
     return len(shape) == len(other) and sum(map(operator.ne, shape, other)) <= 1
 
@@ -276,7 +282,7 @@ def merge_linears(graph: RewrittenGraph) -> None:
     """Compute linear layers that read the same value by one product, whose columns are split."""
     from onnx import helper
 
-    groups: dict[str, list[tuple[Any, Any]]] = {}
+    groups: dict[str, list[tuple[onnx.NodeProto, onnx.NodeProto | None]]] = {}
     for node in graph.proto.node:
         weight = graph.constants.get(node.input[1]) if node.op_type == "MatMul" else None
         if weight is None or len(weight.dims) != 2:
@@ -285,7 +291,7 @@ def merge_linears(graph: RewrittenGraph) -> None:
         if adder is not None and graph.shapes.get(_bias(graph, adder)) != (weight.dims[1],):
             adder = None
         groups.setdefault(node.input[0], []).append((node, adder))
-    changes: dict[int, list[Any]] = {}
+    changes: dict[int, list[onnx.NodeProto]] = {}
     for value, layers in groups.items():
         with_bias = [adder for _, adder in layers if adder is not None]
         if len(layers) < 2 or len(with_bias) not in (0, len(layers)):
@@ -314,7 +320,7 @@ def merge_linears(graph: RewrittenGraph) -> None:
     graph.replace(changes)
 
 
-def _bias(graph: RewrittenGraph, adder: Any) -> str:
+def _bias(graph: RewrittenGraph, adder: onnx.NodeProto) -> str:
     """Return the vector of weights that an addition adds; empty if it adds something else."""
     found = [name for name in adder.input if name in graph.constants]
     is_vector = adder.op_type == "Add" and len(found) == 1 and graph.rank(found[0]) == 1
@@ -325,7 +331,7 @@ def _gather_once(graph: RewrittenGraph) -> None:
     """Gather padded rows of queries, keys and values before they are split; add biases within."""
     from onnx import helper
 
-    changes: dict[int, list[Any]] = {}
+    changes: dict[int, list[onnx.NodeProto]] = {}
     for node in graph.proto.node:
         if node.op_type != "MultiHeadAttention":
             continue
@@ -353,7 +359,7 @@ def _gather_once(graph: RewrittenGraph) -> None:
     graph.replace(changes)
 
 
-def _split_of(graph: RewrittenGraph, names: Sequence[str]) -> Any:
+def _split_of(graph: RewrittenGraph, names: Sequence[str]) -> onnx.NodeProto | None:
     """Return the Split whose results, in order, are gathered into these padded rows; else None."""
     sources = []
     for name in names:
@@ -376,7 +382,7 @@ class _Shortening:
 
     def __init__(self, graph: RewrittenGraph) -> None:
         self.graph = graph
-        self.nodes: list[Any] = []
+        self.nodes: list[onnx.NodeProto] = []
         self._axes = add_constant(graph.proto, "shortened.axes", np.array([0], np.int64))
         self._short: dict[str, str] = {}
         self._made: set[str] = set()
@@ -387,7 +393,7 @@ class _Shortening:
         shape = self.graph.shapes.get(name, ())
         return len(shape) > 2 and shape[0] == 1 and name not in self.graph.constants
 
-    def applies(self, node: Any) -> bool:
+    def applies(self, node: onnx.NodeProto) -> bool:
         """Check that a node computes the same without the first axis of its values."""
         if node.op_type not in _BY_TOKEN or not self.has_axis(node.output[0]):
             return False
@@ -398,7 +404,7 @@ class _Shortening:
             for name in node.input
         )
 
-    def shorten(self, node: Any) -> None:
+    def shorten(self, node: onnx.NodeProto) -> None:
         """Add a node that computes without the first axis."""
         new = _copy(node)
         new.input[:] = [self._shortened(name) for name in node.input]
@@ -422,7 +428,7 @@ class _Shortening:
                 self.nodes.append(helper.make_node("Squeeze", [name, self._axes], [short]))
         return str(self._short[name])
 
-    def keep(self, node: Any) -> None:
+    def keep(self, node: onnx.NodeProto) -> None:
         """Add a node as it is, with the values that it reads."""
         from onnx import helper
 
@@ -452,17 +458,18 @@ def _drop_first_axis(graph: RewrittenGraph) -> None:
     set_nodes(graph.proto, shortening.nodes)
 
 
-def _is_view(graph: RewrittenGraph, node: Any, operator: str, axis: int) -> bool:
+def _is_view(graph: RewrittenGraph, node: onnx.NodeProto, operator: str, axis: int) -> bool:
     """Check that a node adds or removes one axis of size 1, this one."""
-    axes = graph.constant(node.input[1]) if node.op_type == operator and node.input[1:] else None
-    return axes is not None and np.ravel(axes).tolist() == [axis]
+    if node.op_type != operator or not graph.constants.keys() & node.input[1:]:
+        return False
+    return bool(np.ravel(graph.constant(node.input[1])).tolist() == [axis])
 
 
 def _pool(graph: RewrittenGraph) -> None:
     """Sum the weighted tokens of padded rows by one node."""
     from onnx import helper
 
-    changes: dict[int, list[Any]] = {}
+    changes: dict[int, list[onnx.NodeProto]] = {}
     for node in graph.proto.node:
         made = graph.producers.get(node.input[0]) if node.op_type == "MatMul" else None
         if made is None or not _is_view(graph, made, "Unsqueeze", 1):
@@ -470,9 +477,11 @@ def _pool(graph: RewrittenGraph) -> None:
         select = graph.only_reader(node.output[0])
         if graph.rank(made.input[0]) != 2 or select is None or select.op_type != "Gather":
             continue
+        if select.input[1] not in graph.constants:
+            continue
         index = graph.constant(select.input[1])
         axis = [a.i for a in select.attribute if a.name == "axis"]
-        if index is None or index.ndim or index != 0 or axis != [1]:
+        if index.ndim or index != 0 or axis != [1]:
             continue
         equation = helper.make_node(
             "Einsum",

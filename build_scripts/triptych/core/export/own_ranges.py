@@ -6,14 +6,17 @@ the indices of each operator that reads a table of known size to the inputs of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from triptych.base.arrays import Array
 from triptych.base.onnx_graph import SMALL, all_nodes, bodies, infer_graph, reads, value_of
+
+if TYPE_CHECKING:
+    import onnx
 
 Bounds = NDArray[np.float64]
 """Smallest and largest value of each element, ``[2, ...]``; infinite without a bound."""
@@ -53,7 +56,7 @@ class _Unknown(Exception):
     """Bounds of a result say nothing about the operands."""
 
 
-def find_ranges(model: Any, *, negative: bool) -> GraphRanges:
+def find_ranges(model: onnx.ModelProto, *, negative: bool) -> GraphRanges:
     """Return the ranges of the inputs of a graph.
 
     Args:
@@ -61,7 +64,7 @@ def find_ranges(model: Any, *, negative: bool) -> GraphRanges:
         negative: Whether -n to -1 are indices of a table of n rows, as in ONNX. Else only 0 to
             n - 1 are, as in the embeddings of PyTorch.
     """
-    import onnx
+    import onnx.inliner
 
     if len(model.functions):
         model = onnx.inliner.inline_local_functions(model)
@@ -69,7 +72,7 @@ def find_ranges(model: Any, *, negative: bool) -> GraphRanges:
 
 
 class _RangeSearch:
-    def __init__(self, model: Any, negative: bool) -> None:
+    def __init__(self, model: onnx.ModelProto, negative: bool) -> None:
         self._graph, self._negative = model.graph, negative
         weights = {tensor.name: tensor for tensor in self._graph.initializer}
         self._inputs = [v.name for v in self._graph.input if v.name not in weights]
@@ -119,7 +122,7 @@ class _RangeSearch:
                 bounds[name] = found[:, 0]
         return GraphRanges(bounds, self._unknown)
 
-    def _read(self, node: Any) -> None:
+    def _read(self, node: onnx.NodeProto) -> None:
         """Find the results of a node if they are constants, and the inputs on which they depend."""
         from onnx.reference import ReferenceEvaluator
 
@@ -137,7 +140,9 @@ class _RangeSearch:
                 return
             self._constants |= dict(zip(node.output, values, strict=True))
 
-    def _try(self, node: Any, name: str, call: Any, argument: Any) -> None:
+    def _try(
+        self, node: onnx.NodeProto, name: str, call: Callable[..., None], argument: object
+    ) -> None:
         """Call a function; if it knows no bounds, note the inputs on which a value depends."""
         try:
             call(node, argument)
@@ -156,7 +161,7 @@ class _RangeSearch:
             raise _Unknown
         return np.asarray(self._constants[name])
 
-    def _start(self, node: Any, indices: str) -> None:
+    def _start(self, node: onnx.NodeProto, indices: str) -> None:
         """Take up the bounds of the indices of an operator that reads a table."""
         kind, attributes = node.op_type, _attributes(node)
         if any(inner.op_type in _TABLES for body in bodies(node) for inner in all_nodes(body.node)):
@@ -178,7 +183,7 @@ class _RangeSearch:
         low = -sizes if self._negative else sizes * 0
         self._need(indices, np.stack([np.broadcast_to(each, shape) for each in (low, sizes - 1)]))
 
-    def _pass(self, node: Any, place: int) -> None:
+    def _pass(self, node: onnx.NodeProto, place: int) -> None:
         """Take up the bounds of the operands of a node from those of one of its results."""
         bounds, kind, first = self._needs[node.output[place]], node.op_type, node.input[0]
         low, high = bounds
@@ -203,7 +208,7 @@ class _RangeSearch:
         else:
             raise _Unknown
 
-    def _limit(self, node: Any, low: Array, high: Array) -> None:
+    def _limit(self, node: onnx.NodeProto, low: Array, high: Array) -> None:
         """Take up the bounds of an operand that the node itself limits."""
         kind = node.op_type
         ends: list[Any] = [np.zeros(()) if kind == "Relu" else None, None]
@@ -215,7 +220,7 @@ class _RangeSearch:
             high = np.where(ends[1] <= high, np.inf, high)
         self._fit(node.input[0], low, high)
 
-    def _move(self, node: Any, place: int, bounds: Bounds) -> None:
+    def _move(self, node: onnx.NodeProto, place: int, bounds: Bounds) -> None:
         """Follow the elements of the operands by their numbers."""
         from onnx.reference import ReferenceEvaluator
 
@@ -231,7 +236,7 @@ class _RangeSearch:
             names.append(name)
             start += size
         try:
-            moved = np.asarray(ReferenceEvaluator(node).run(None, feed)[place])
+            moved = np.asarray([*ReferenceEvaluator(node).run(None, feed)][place])
         except Exception as error:  # sizes that do not fit
             raise _Unknown from error
         flat = _collect(moved, bounds, start)
@@ -249,7 +254,7 @@ class _RangeSearch:
         numbers = np.broadcast_to(np.arange(size).reshape(shape), bounds.shape[1:])
         self._need(name, _collect(numbers, bounds, size).reshape(2, *shape))
 
-    def _compute(self, node: Any, low: Array, high: Array) -> None:
+    def _compute(self, node: onnx.NodeProto, low: Array, high: Array) -> None:
         """Take up the bounds of the operand of arithmetic that is no constant."""
         kind, (left, right) = node.op_type, node.input
         is_left = right in self._constants
@@ -271,7 +276,7 @@ class _RangeSearch:
         self._fit(name, low, high)
 
 
-def _shapes(graph: Any) -> dict[str, tuple[int, ...]]:
+def _shapes(graph: onnx.GraphProto) -> dict[str, tuple[int, ...]]:
     """Return the sizes of the axes of each value of a graph, 0 for an unknown size."""
     return {
         value.name: tuple(axis.dim_value for axis in value.type.tensor_type.shape.dim)
@@ -280,7 +285,7 @@ def _shapes(graph: Any) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _attributes(node: Any) -> dict[str, Any]:
+def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
     import onnx
 
     return {one.name: onnx.helper.get_attribute_value(one) for one in node.attribute}

@@ -36,9 +36,9 @@ class PackedBatch:
         offset: Distance of each row's first token from its position if every row had `stride`
             tokens, INT32 ``[B, 1]``.
         stride: Number of tokens of the row's request divided by its rows, INT32 ``[B]``.
-        longest: Any tensor ``[L]``. Its size is a multiple of 16 that no row exceeds.
-        tile: Any tensor ``[W]``. Its size is the number of queries in a tile.
-        tiles: Any tensor ``[N]``. Its size is at least the number of tiles of all rows.
+        longest: Tensor ``[L]``. Its size is a multiple of 16 that no row exceeds.
+        tile: Tensor ``[W]``. Its size is the number of queries in a tile.
+        tiles: Tensor ``[N]``. Its size is at least the number of tiles of all rows.
         tokens: Token ids of all rows, with pad tokens between requests, INT32 ``[T]``.
     """
 
@@ -191,9 +191,37 @@ class Packed(NamedTuple):
     axis: int
 
 
-Rule = Callable[["PackedOperations", Any, Sequence[Any], Mapping[str, Any]], Any]
-"""Function that computes an operation on packed operands. It returns the result and its token axis,
-or None if the operation does not compute on tokens alone."""
+class Operation(NamedTuple):
+    """Call of a function of PyTorch, whose arguments are of any type."""
+
+    function: Callable[..., Any]
+    arguments: Sequence[Any]
+    options: Mapping[str, Any]
+
+    @property
+    def operands(self) -> list[object]:
+        """Arguments, including those in lists."""
+        operands: list[object] = []
+        for value in (*self.arguments, *self.options.values()):
+            operands += value if isinstance(value, (list, tuple)) else [value]
+        return operands
+
+    def argument(self, name: str, place: int, default: object = None) -> Any:
+        """Return an argument that is given by its name or its place."""
+        is_placed = len(self.arguments) > place
+        return self.options.get(name, self.arguments[place] if is_placed else default)
+
+    def on(self, first: object) -> Any:
+        """Return the result with another first argument."""
+        return self.function(first, *self.arguments[1:], **self.options)
+
+
+Computed = tuple[Tensor, int]
+"""Packed result of an operation, and its axis of tokens."""
+
+Rule = Callable[["PackedOperations", Operation], Computed | list[Computed] | None]
+"""Function that computes an operation on packed operands; None if the operation does not compute on
+tokens alone."""
 
 
 class PackedOperations(TorchFunctionMode):
@@ -208,20 +236,25 @@ class PackedOperations(TorchFunctionMode):
         self._paused = False
 
     def __torch_function__(
-        self, function: Any, types: Any, arguments: Any = (), options: Any = None
-    ) -> Any:
+        self,
+        function: Callable[..., Any],
+        types: object,
+        arguments: Sequence[Any] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> object:
         options = options or {}
         if self._paused or function in DESCRIPTIONS:
             return function(*arguments, **options)
         if function in LOOKUPS and self.find(arguments[0]) is None:
-            return self._look_up(function, arguments, options)
+            return self._look_up(Operation(function, arguments, options))
         if function is functional.linear and self._is_padded_vectors(arguments[0]):
             # Packing is worth its cost here even if the operation before computed on padded rows.
             packed = self.gather(arguments[0])
             return self.spread(function(packed, *arguments[1:], **options), 1)
         rule = RULES.get(function)
-        if rule is not None and any(self.find(value) for value in _operands(arguments, options)):
-            computed = rule(self, function, arguments, options)
+        called = Operation(function, arguments, options)
+        if rule is not None and any(self.find(value) for value in called.operands):
+            computed = rule(self, called)
             if isinstance(computed, list):
                 return tuple(self.spread(packed, axis) for packed, axis in computed)
             if computed is not None:
@@ -237,12 +270,10 @@ class PackedOperations(TorchFunctionMode):
         finally:
             self._paused = False
 
-    def _look_up(
-        self, function: Any, arguments: Sequence[Any], options: Mapping[str, Any]
-    ) -> Tensor:
+    def _look_up(self, called: Operation) -> Tensor:
         """Look up vectors for ids that are the same in all rows, such as positions ``[1, L]``."""
-        result: Tensor = function(*arguments, **options)
-        ids, batch = arguments[0], self.batch
+        ids, batch = called.arguments[0], self.batch
+        result: Tensor = called.on(ids)
         slots = ids.dim() == 2 and _equal(ids.shape[1], batch.max_length)
         if isinstance(batch, GatheredBatch):
             return result  # vectors are added on padded rows, up to the first linear layer
@@ -253,7 +284,7 @@ class PackedOperations(TorchFunctionMode):
                 if same
                 else self.gather(ids)
             )
-            vectors = function(packed, *arguments[1:], **options)
+            vectors = called.on(packed)
             self._known[id(result)] = Packed(result, vectors, 1)
             self._values[id(result)] = result
         return result
@@ -311,7 +342,7 @@ class PackedOperations(TorchFunctionMode):
     def _is_padded_vectors(self, value: Tensor) -> bool:
         return value.dim() == 3 and self.find(value) is None and self.is_padded(value.shape)
 
-    def is_padded(self, shape: Sequence[Any]) -> bool:
+    def is_padded(self, shape: Sequence[object]) -> bool:
         """Check that a shape is ``[B, L, ...]``."""
         batch = self.batch
         return (
@@ -321,15 +352,7 @@ class PackedOperations(TorchFunctionMode):
         )
 
 
-def _operands(arguments: Sequence[Any], options: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments of an operation, including those in lists."""
-    operands: list[Any] = []
-    for value in (*arguments, *options.values()):
-        operands += value if isinstance(value, (list, tuple)) else [value]
-    return operands
-
-
-def _equal(one: Any, other: Any) -> bool:
+def _equal(one: object, other: object) -> bool:
     """Check that two sizes are known to be equal.
 
     A plain comparison would make the exporter assume that they are.
@@ -339,11 +362,9 @@ def _equal(one: Any, other: Any) -> bool:
     return isinstance(one, int) and isinstance(other, int) and one == other
 
 
-def _elementwise(
-    mode: PackedOperations, function: Any, arguments: Sequence[Any], options: Mapping[str, Any]
-) -> Any:
+def _elementwise(mode: PackedOperations, called: Operation) -> Computed | None:
     """Compute an operation on elements, with operands that broadcast."""
-    operands = [value for value in _operands(arguments, options) if isinstance(value, Tensor)]
+    operands = [value for value in called.operands if isinstance(value, Tensor)]
     known = [packed for packed in map(mode.find, operands) if packed is not None]
     axis, rank = known[0].axis, max(operand.dim() for operand in operands)
     if any(packed.axis != axis or packed.padded.dim() != rank for packed in known):
@@ -355,11 +376,11 @@ def _elementwise(
             return None
         mapped[id(operand)] = packed
 
-    def swap(value: Any) -> Any:
+    def swap(value: object) -> object:
         return mapped[id(value)] if isinstance(value, Tensor) else value
 
-    swapped = {name: swap(value) for name, value in options.items()}
-    return function(*map(swap, arguments), **swapped), axis
+    swapped = {name: swap(value) for name, value in called.options.items()}
+    return called.function(*map(swap, called.arguments), **swapped), axis
 
 
 def _aligned(mode: PackedOperations, operand: Tensor, axis: int, rank: int) -> Tensor | None:
@@ -385,50 +406,46 @@ def _aligned(mode: PackedOperations, operand: Tensor, axis: int, rank: int) -> T
     return mode.gather(operand.expand(shape), axis)
 
 
-def _first_only(
-    mode: PackedOperations, function: Any, arguments: Sequence[Any], options: Mapping[str, Any]
-) -> Any:
+def _first_only(mode: PackedOperations, called: Operation) -> Computed | None:
     """Compute an operation on the vector of each token, if its other operands are weights."""
-    known = mode.find(arguments[0])
-    others = _operands(arguments[1:], options)
+    known = mode.find(called.arguments[0])
+    others = called._replace(arguments=called.arguments[1:]).operands
     if known is None or any(mode.find(value) for value in others):
         return None
     last = known.padded.dim() - 1
-    if function is functional.layer_norm or function is getattr(functional, "rms_norm", None):
-        shape = arguments[1] if len(arguments) > 1 else options["normalized_shape"]
+    if called.function is functional.layer_norm or called.function is getattr(
+        functional, "rms_norm", None
+    ):
+        shape = called.argument("normalized_shape", 1)
         if len(shape) > last - known.axis:
             return None
-    elif function not in LOOKUPS and known.axis >= last:
+    elif called.function not in LOOKUPS and known.axis >= last:
         return None
-    if function in PRODUCTS and any(isinstance(v, Tensor) and v.dim() > 2 for v in others):
+    if called.function in PRODUCTS and any(isinstance(v, Tensor) and v.dim() > 2 for v in others):
         return None
-    return function(known.packed, *arguments[1:], **options), known.axis
+    return called.on(known.packed), known.axis
 
 
-def _last_axis(
-    mode: PackedOperations, function: Any, arguments: Sequence[Any], options: Mapping[str, Any]
-) -> Any:
+def _last_axis(mode: PackedOperations, called: Operation) -> Computed | None:
     """Compute a reduction or a softmax over the last axis."""
-    known = mode.find(arguments[0])
+    known = mode.find(called.arguments[0])
     if known is None:
         return None
-    dim = options.get("dim", arguments[1] if len(arguments) > 1 else None)
+    dim = called.argument("dim", 1)
     dims = list(dim) if isinstance(dim, (list, tuple)) else [dim]
     last = known.padded.dim() - 1
     if dims not in ([-1], [last]) or known.axis >= last:
         return None
-    result = function(known.packed, *arguments[1:], **options)
+    result = called.on(known.packed)
     return (result, known.axis) if isinstance(result, Tensor) else None
 
 
-def _reshape(
-    mode: PackedOperations, function: Any, arguments: Sequence[Any], options: Mapping[str, Any]
-) -> Any:
+def _reshape(mode: PackedOperations, called: Operation) -> Computed | None:
     """Change a shape such that rows and slots stay as they are or are joined."""
-    known = mode.find(arguments[0])
-    if known is None or known.axis > 1 or isinstance(arguments[1], torch.dtype):
+    known = mode.find(called.arguments[0])
+    if known is None or known.axis > 1 or isinstance(called.arguments[1], torch.dtype):
         return None
-    shape = function(*arguments, **options).shape
+    shape = called.function(*called.arguments, **called.options).shape
     batch = mode.batch
     if mode.is_padded(shape):
         return known.packed.reshape(1, batch.token_count, *shape[2:]), 1
@@ -438,19 +455,17 @@ def _reshape(
     return None
 
 
-def _permute(
-    mode: PackedOperations, function: Any, arguments: Sequence[Any], options: Mapping[str, Any]
-) -> Any:
+def _permute(mode: PackedOperations, called: Operation) -> Computed | None:
     """Permute axes such that the rows stay first."""
-    known = mode.find(arguments[0])
-    if known is None or not known.axis or options:
+    known = mode.find(called.arguments[0])
+    if known is None or not known.axis or called.options:
         return None
     rank = known.padded.dim()
-    if function in (Tensor.permute, torch.permute):
-        dims = arguments[1] if isinstance(arguments[1], (list, tuple)) else arguments[1:]
-        order = [dim % rank for dim in dims]
+    if called.function in (Tensor.permute, torch.permute):
+        dims = called.arguments[1:]
+        order = [dim % rank for dim in (dims[0] if isinstance(dims[0], (list, tuple)) else dims)]
     else:
-        one, other = (dim % rank for dim in arguments[1:3])
+        one, other = (dim % rank for dim in called.arguments[1:3])
         order = list(range(rank))
         order[one], order[other] = other, one
     if order[0] != 0:
@@ -458,14 +473,14 @@ def _permute(
     return known.packed.permute(order), order.index(known.axis)
 
 
-def _index(
-    mode: PackedOperations, function: Any, arguments: Sequence[Any], options: Mapping[str, Any]
-) -> Any:
+def _index(mode: PackedOperations, called: Operation) -> Computed | None:
     """Slice the axes behind the tokens."""
-    known = mode.find(arguments[0])
+    known = mode.find(called.arguments[0])
     if known is None or not known.axis:
         return None
-    index = arguments[1] if isinstance(arguments[1], tuple) else (arguments[1],)
+    index = (
+        called.arguments[1] if isinstance(called.arguments[1], tuple) else (called.arguments[1],)
+    )
     if any(not isinstance(item, (slice, int)) and item is not Ellipsis for item in index):
         return None
     if Ellipsis in index:
@@ -477,30 +492,26 @@ def _index(
     return known.packed[index], known.axis
 
 
-def _pieces(
-    mode: PackedOperations, function: Any, arguments: Sequence[Any], options: Mapping[str, Any]
-) -> Any:
+def _pieces(mode: PackedOperations, called: Operation) -> list[Computed] | None:
     """Split along the last axis; returns a list of results."""
-    known = mode.find(arguments[0])
-    dim = options.get("dim", arguments[2] if len(arguments) > 2 else 0)
+    known = mode.find(called.arguments[0])
+    dim = called.argument("dim", 2, 0)
     if known is None or dim not in (-1, known.padded.dim() - 1) or dim == known.axis:
         return None
-    parts = function(known.packed, *arguments[1:], **options)
+    parts = called.on(known.packed)
     return [(part, known.axis) for part in parts]
 
 
-def _joined(
-    mode: PackedOperations, function: Any, arguments: Sequence[Any], options: Mapping[str, Any]
-) -> Any:
+def _joined(mode: PackedOperations, called: Operation) -> Computed | None:
     """Concatenate along the last axis."""
-    known = [mode.find(value) for value in arguments[0]]
-    dim = options.get("dim", arguments[1] if len(arguments) > 1 else 0)
+    known = [mode.find(value) for value in called.arguments[0]]
+    dim = called.argument("dim", 1, 0)
     first = known[0]
     if first is None or dim not in (-1, first.padded.dim() - 1) or dim == first.axis:
         return None
     if any(one is None or one.axis != first.axis for one in known):
         return None
-    return function([one.packed for one in known if one], *arguments[1:], **options), first.axis
+    return called.on([one.packed for one in known if one]), first.axis
 
 
 DESCRIPTIONS = {
@@ -515,8 +526,8 @@ LOOKUPS = {functional.embedding, torch.embedding}
 PRODUCTS = {functional.linear, Tensor.matmul, torch.matmul, Tensor.__matmul__}
 
 
-def _rules() -> dict[Any, Rule]:
-    elementwise: list[Any] = [operator.add, operator.mul]
+def _rules() -> dict[object, Rule]:
+    elementwise: list[object] = [operator.add, operator.mul]
     names = (
         "add sub rsub mul div true_divide pow neg abs exp log sqrt rsqrt reciprocal tanh sigmoid "
         "relu erf sin cos square clamp clip where maximum minimum masked_fill eq ne lt le gt ge "
@@ -532,11 +543,11 @@ def _rules() -> dict[Any, Rule]:
     )
     elementwise += [getattr(functional, name, None) for name in activations.split()]
     elementwise += [torch.dropout]
-    first_only: list[Any] = [functional.layer_norm, getattr(functional, "rms_norm", None)]
-    last_axis: list[Any] = [functional.softmax, functional.log_softmax]
+    first_only: list[object] = [functional.layer_norm, getattr(functional, "rms_norm", None)]
+    last_axis: list[object] = [functional.softmax, functional.log_softmax]
     for name in ("mean", "sum", "var", "std", "norm", "amax", "amin", "softmax"):
         last_axis += [getattr(owner, name, None) for owner in (Tensor, torch)]
-    table: list[tuple[Rule, list[Any]]] = [
+    table: list[tuple[Rule, list[object]]] = [
         (_elementwise, elementwise),
         (_first_only, [*first_only, *LOOKUPS, *PRODUCTS]),
         (_last_axis, last_axis),
@@ -551,5 +562,5 @@ def _rules() -> dict[Any, Rule]:
     return rules
 
 
-RULES: Mapping[Any, Rule] = _rules()
+RULES: Mapping[object, Rule] = _rules()
 """Rule of each operation that can compute on packed tokens."""

@@ -7,13 +7,18 @@ for the index tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from triptych.base.onnx_graph import drop_unused, set_nodes
 from triptych.base.tensors import LONGEST, Tensor
 from triptych.runtime.packing import MULTIPLE
+
+if TYPE_CHECKING:
+    import onnx
+
+    from triptych.base.arrays import Array
 
 PADDED_IDS = Tensor("padded_ids", "INT32", ("rows", "longest"))
 POSITIONS = Tensor("positions_in_row", "INT32", ("longest",))
@@ -28,7 +33,7 @@ Step = tuple[str, list[str], str, dict[str, Any]]
 """Operator, names of its operands and of its result, and its attributes."""
 
 
-def compute_places(model: Any) -> None:
+def compute_places(model: onnx.ModelProto) -> None:
     """Compute `PLACES` from the inputs of a packed core.
 
     A row without tokens gets a pad token, which its request or the next one has in its place.
@@ -38,7 +43,7 @@ def compute_places(model: Any) -> None:
     Args:
         model: An `onnx.ModelProto`; it is changed in place.
     """
-    constants = {
+    constants: dict[str, Array] = {
         "zero": np.array(0, np.int32),
         "one": np.array(1, np.int32),
         "second_axis": np.array([1], np.int64),
@@ -78,7 +83,7 @@ TENSORRT_TILE = 64
 """Number of queries in a tile for TensorRT, which cannot choose it for each batch."""
 
 
-def compute_from_values(model: Any, max_length: int) -> None:
+def compute_from_values(model: onnx.ModelProto, max_length: int) -> None:
     """Compute the sizes from the values of ``row_length``, for ONNX Runtime.
 
     The candidates for W are powers of two and the longest row. For each, N is the sum over the rows
@@ -95,7 +100,7 @@ def compute_from_values(model: Any, max_length: int) -> None:
     sizes = [MULTIPLE]
     while sizes[-1] * 2 < max_length:
         sizes.append(sizes[-1] * 2)
-    constants = {
+    constants: dict[str, Array] = {
         "one": np.array([1], np.int32),
         "less": np.array([MULTIPLE - 1], np.int32),
         "multiple": np.array([MULTIPLE], np.int32),
@@ -132,7 +137,7 @@ def compute_from_values(model: Any, max_length: int) -> None:
     _compute(model, "sizes", steps, constants, SIZES)
 
 
-def compute_from_shapes(model: Any) -> None:
+def compute_from_shapes(model: onnx.ModelProto) -> None:
     """Compute the sizes from the shapes of inputs, for TensorRT.
 
     ``longest`` stays an input, which Triton provides. W is `TENSORRT_TILE`. N is ``T // W + B``,
@@ -161,10 +166,10 @@ def compute_from_shapes(model: Any) -> None:
 
 
 def _compute(
-    model: Any,
+    model: onnx.ModelProto,
     prefix: str,
     steps: Sequence[Step],
-    constants: Mapping[str, Any],
+    constants: Mapping[str, Array],
     results: Sequence[Tensor],
 ) -> None:
     """Insert steps before all other nodes; names but those of inputs and results get a prefix."""
@@ -186,7 +191,9 @@ def _compute(
     _prepend(model, nodes, {inside[name]: value for name, value in constants.items()})
 
 
-def _prepend(model: Any, nodes: list[Any], constants: dict[str, Any]) -> None:
+def _prepend(
+    model: onnx.ModelProto, nodes: list[onnx.NodeProto], constants: Mapping[str, Array]
+) -> None:
     """Insert nodes before all others; values that the nodes compute are removed from the inputs."""
     from onnx import numpy_helper
 

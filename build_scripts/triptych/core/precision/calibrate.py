@@ -19,13 +19,17 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from triptych.base.arrays import Array
 from triptych.base.onnx_graph import FLOAT, copy_model, free_mark, value_types, write_model
+
+if TYPE_CHECKING:
+    import onnx
+    from onnxruntime import SessionOptions
 
 Feed = Mapping[str, Array]
 MAX_VECTORS = 4096
@@ -58,7 +62,9 @@ class Activations:
         return float(max(-self.low.min(), self.high.max()))
 
 
-def capture(model: Any, values: Sequence[str], feeds: Sequence[Feed]) -> dict[str, Activations]:
+def capture(
+    model: onnx.ModelProto, values: Sequence[str], feeds: Sequence[Feed]
+) -> dict[str, Activations]:
     """Run the graph on `feeds` and return the statistics of `values`, by value.
 
     Args:
@@ -95,7 +101,7 @@ def capture(model: Any, values: Sequence[str], feeds: Sequence[Feed]) -> dict[st
     return found
 
 
-def model_ranges(model: Any, feeds: Iterable[Feed]) -> dict[str, float]:
+def model_ranges(model: onnx.ModelProto, feeds: Iterable[Feed]) -> dict[str, float]:
     """Return the largest magnitude of each float value over all `feeds`, by value in graph order.
 
     The graph's inputs are included. The graph itself reduces each value to one number, so at most
@@ -124,7 +130,7 @@ def model_ranges(model: Any, feeds: Iterable[Feed]) -> dict[str, float]:
 
 
 def _run(
-    model: Any, outputs: Sequence[str], axes: Sequence[None], feeds: Iterable[Feed]
+    model: onnx.ModelProto, outputs: Sequence[str], axes: Sequence[None], feeds: Iterable[Feed]
 ) -> Iterator[list[NDArray[np.float32]]]:
     """Yield the values named `outputs`, FP32 with these axes, for each feed."""
     import onnx
@@ -142,7 +148,7 @@ def _run(
             yield session.run(None, dict(feed))
 
 
-def quiet_options() -> Any:
+def quiet_options() -> SessionOptions:
     """Return session options that suppress ONNX Runtime's log messages about a graph."""
     import onnxruntime
 

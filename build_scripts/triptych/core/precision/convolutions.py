@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from triptych.base.files import scratch_folder
 from triptych.base.onnx_graph import (
@@ -30,11 +30,14 @@ from triptych.core.precision.calibrate import Feed
 from triptych.core.precision.linear import Recipe, check_quantizable
 from triptych.repository.records import Conversion
 
+if TYPE_CHECKING:
+    import onnx
+
 OPERATORS = ("Conv", "MatMul", "Gemm")
 """Operators with a weight that are quantized."""
 
 
-def is_convolutional(graph: Any) -> bool:
+def is_convolutional(graph: onnx.GraphProto) -> bool:
     """Return whether convolutions have more weights than the other layers of a graph."""
     counts = dict.fromkeys(OPERATORS, 0)
     for node, size in _weighted(graph):
@@ -42,7 +45,7 @@ def is_convolutional(graph: Any) -> bool:
     return counts["Conv"] > sum(counts.values()) / 2
 
 
-def _weighted(graph: Any) -> Iterator[tuple[Any, int]]:
+def _weighted(graph: onnx.GraphProto) -> Iterator[tuple[onnx.NodeProto, int]]:
     """Yield each node that multiplies by a weight, with the number of elements of the weight."""
     weights = initializers(graph)
     for node in graph.node:
@@ -73,7 +76,7 @@ class ConvolutionQuantizer:
         check_quantizable(recipe, self.layers, feeds)
         self._quantized = _quantize(self._original, feeds)
 
-    def converted(self, kept: Sequence[str]) -> tuple[Any, Conversion]:
+    def converted(self, kept: Sequence[str]) -> tuple[onnx.ModelProto, Conversion]:
         """Return the quantized graph as an `onnx.ModelProto`, and the record of the conversion.
 
         The layers in `kept` stay fp32.
@@ -111,13 +114,13 @@ class ConvolutionQuantizer:
         return model, record
 
 
-def _identity(source: str, target: str) -> Any:
+def _identity(source: str, target: str) -> onnx.NodeProto:
     import onnx
 
     return onnx.helper.make_node("Identity", [source], [target], name=f"{target}/node")
 
 
-def _drop_unread(graph: Any) -> None:
+def _drop_unread(graph: onnx.GraphProto) -> None:
     """Remove the nodes and weights that nothing reads; nodes are in topological order."""
     used = {output.name for output in graph.output}
     nodes = []
@@ -129,7 +132,7 @@ def _drop_unread(graph: Any) -> None:
     drop_unused(graph)
 
 
-def _before_rounding(name: str, makers: Mapping[str, Any]) -> str:
+def _before_rounding(name: str, makers: Mapping[str, onnx.NodeProto]) -> str:
     """Return the value that a pair of QuantizeLinear and DequantizeLinear rounds to `name`."""
     last = makers.get(name)
     if last is None or last.op_type != "DequantizeLinear":
@@ -138,7 +141,7 @@ def _before_rounding(name: str, makers: Mapping[str, Any]) -> str:
     return name if first is None or first.op_type != "QuantizeLinear" else str(first.input[0])
 
 
-def _quantize(model: Any, feeds: Sequence[Feed]) -> Any:
+def _quantize(model: onnx.ModelProto, feeds: Sequence[Feed]) -> onnx.ModelProto:
     """Return a graph with all layers quantized."""
     from onnxruntime.quantization import QuantType, quantize_static
 

@@ -33,7 +33,7 @@ import logging
 from collections.abc import Container, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +59,9 @@ from triptych.base.onnx_graph import (
 from triptych.core.precision.calibrate import Feed, model_ranges
 from triptych.core.precision.linear import Recipe, check_kept, find_groups
 from triptych.repository.records import Conversion
+
+if TYPE_CHECKING:
+    import onnx
 
 HEADROOM = 4.0
 """Factor by which a value may grow while serving, compared with calibration rows. Between two
@@ -107,7 +110,7 @@ _WEIGHED["EmbedLayerNormalization"] = 2
 
 
 def fp32_nodes(
-    model: Any, types: Mapping[str, int], ranges: Mapping[str, float], precision: str
+    model: onnx.ModelProto, types: Mapping[str, int], ranges: Mapping[str, float], precision: str
 ) -> dict[int, str]:
     """Return the indices of the nodes to leave in fp32, with the reason of each.
 
@@ -150,7 +153,7 @@ def fp32_nodes(
     return reasons
 
 
-def _is_weighed(node: Any, constants: Initializers) -> bool:
+def _is_weighed(node: onnx.NodeProto, constants: Initializers) -> bool:
     """Check that the node applies a matrix (or more axes) of learned weights."""
     place = _WEIGHED.get(node.op_type)
     if place is None or place >= len(node.input) or node.input[place] not in constants:
@@ -159,7 +162,7 @@ def _is_weighed(node: Any, constants: Initializers) -> bool:
     return len(weight.dims) >= 2 and weight.data_type == FLOAT
 
 
-def _learned(graph: Any, types: Mapping[str, int], constants: Initializers) -> set[int]:
+def _learned(graph: onnx.GraphProto, types: Mapping[str, int], constants: Initializers) -> set[int]:
     """Return the indices of the nodes whose result depends on weights."""
     values: set[str] = set()
     nodes = set()
@@ -173,7 +176,7 @@ def _learned(graph: Any, types: Mapping[str, int], constants: Initializers) -> s
     return nodes
 
 
-def _before_layers(graph: Any, constants: Initializers) -> set[int]:
+def _before_layers(graph: onnx.GraphProto, constants: Initializers) -> set[int]:
     """Return the indices of the layers with weights, and of the nodes whose result reaches one."""
     wanted: set[str] = set()
     nodes = set()
@@ -186,7 +189,7 @@ def _before_layers(graph: Any, constants: Initializers) -> set[int]:
 
 
 def _near_epsilons(
-    graph: Any, types: Mapping[str, int], constants: Initializers, wanted: HalfType
+    graph: onnx.GraphProto, types: Mapping[str, int], constants: Initializers, wanted: HalfType
 ) -> set[int]:
     """Return the indices of the nodes from a vanishing epsilon to the division by its result."""
     values: set[str] = set()
@@ -201,14 +204,14 @@ def _near_epsilons(
     return nodes
 
 
-def _numbers(node: Any, constants: Initializers) -> list[NDArray[np.generic]]:
+def _numbers(node: onnx.NodeProto, constants: Initializers) -> list[NDArray[np.generic]]:
     """Return the float constants that a node reads."""
     tensors = [constants[name] for name in node.input if name in constants]
     return [value_of(tensor) for tensor in tensors if tensor.data_type == FLOAT]
 
 
 def _undefined(
-    node: Any, domains: Mapping[str, int], types: Mapping[str, int], wanted: HalfType
+    node: onnx.NodeProto, domains: Mapping[str, int], types: Mapping[str, int], wanted: HalfType
 ) -> str:
     """Return why the operator does not support the type; empty if it does.
 
@@ -296,7 +299,9 @@ def convert(source: Path, target: Path, recipe: Recipe, feeds: Sequence[Feed]) -
     )
 
 
-def halve_quantized(model: Any, ranges: Mapping[str, float]) -> tuple[Any, tuple[str, ...]]:
+def halve_quantized(
+    model: onnx.ModelProto, ranges: Mapping[str, float]
+) -> tuple[onnx.ModelProto, tuple[str, ...]]:
     """Return a graph with Q/DQ layers whose other fp32 values are fp16.
 
     The second result are the matrix products that stay in fp32, as `Conversion.fp32_products`.
@@ -311,14 +316,14 @@ def halve_quantized(model: Any, ranges: Mapping[str, float]) -> tuple[Any, tuple
     return halved, _products(halved.graph, reasons)
 
 
-def _products(graph: Any, names: Container[str]) -> tuple[str, ...]:
+def _products(graph: onnx.GraphProto, names: Container[str]) -> tuple[str, ...]:
     """Return the matrix products among the nodes with these names."""
     return tuple(n.name for n in graph.node if n.op_type in PRODUCTS and n.name in names)
 
 
 def _halve(
-    model: Any, precision: str, ranges: Mapping[str, float], asked: Set[str]
-) -> tuple[Any, dict[str, str]]:
+    model: onnx.ModelProto, precision: str, ranges: Mapping[str, float], asked: Set[str]
+) -> tuple[onnx.ModelProto, dict[str, str]]:
     """Return the graph in 16 bits, and the reasons of the nodes that stay fp32.
 
     Nodes in `asked` have no reason.
@@ -335,7 +340,7 @@ def _halve(
     return _retyped(model, types, asked | reasons.keys(), precision), reasons
 
 
-def _name_nodes(graph: Any) -> None:
+def _name_nodes(graph: onnx.GraphProto) -> None:
     """Give every node a unique name; existing unique names do not change."""
     taken: set[str] = set()
     for index, node in enumerate(graph.node):
@@ -344,7 +349,7 @@ def _name_nodes(graph: Any) -> None:
         taken.add(node.name)
 
 
-def _soften_masks(model: Any) -> int:
+def _soften_masks(model: onnx.ModelProto) -> int:
     """Replace mask values beyond fp16 with `MASKED`; return the number of replacements.
 
     PyTorch exports masks as the lowest fp32 number or as minus infinity. Both become minus infinity
@@ -372,7 +377,9 @@ def _soften_masks(model: Any) -> int:
     return len(softened)
 
 
-def _retyped(model: Any, types: Mapping[str, int], fp32: Set[str], precision: str) -> Any:
+def _retyped(
+    model: onnx.ModelProto, types: Mapping[str, int], fp32: Set[str], precision: str
+) -> onnx.ModelProto:
     """Return the graph with every float in 16 bits, except inputs, outputs and nodes in `fp32`.
 
     `model` may be changed; its nodes have names, and `types` has the type of each value.
@@ -397,7 +404,7 @@ def _retyped(model: Any, types: Mapping[str, int], fp32: Set[str], precision: st
         if precision == "bf16" and tensor.data_type == FLOAT
     }
     logging.getLogger("onnxruntime.transformers").setLevel(logging.WARNING)
-    converted = convert_float_to_float16(
+    converted: onnx.ModelProto = convert_float_to_float16(
         model,
         keep_io_types=True,
         disable_shape_infer=True,
@@ -412,7 +419,7 @@ def _retyped(model: Any, types: Mapping[str, int], fp32: Set[str], precision: st
     return converted
 
 
-def _split_constants(graph: Any, fp32: Set[str]) -> None:
+def _split_constants(graph: onnx.GraphProto, fp32: Set[str]) -> None:
     """Give the nodes in `fp32` their own copies of float constants that other nodes read, too."""
     constants = {t.name: t for t in graph.initializer if t.data_type == FLOAT}
     shared = {name for node in graph.node if node.name not in fp32 for name in node.input}
@@ -428,14 +435,14 @@ def _split_constants(graph: Any, fp32: Set[str]) -> None:
         copy.name = f"{name}_fp32"
 
 
-def _cast_to(node: Any) -> int:
+def _cast_to(node: onnx.NodeProto) -> int:
     """Return the type that a Cast casts to; 0 for other nodes."""
     if node.op_type != "Cast":
         return 0
     return next(int(attribute.i) for attribute in node.attribute if attribute.name == "to")
 
 
-def _join(graph: Any, own: Set[str]) -> None:
+def _join(graph: onnx.GraphProto, own: Set[str]) -> None:
     """Remove added casts from fp32 to fp16 and back, and duplicate casts.
 
     The graph is changed in place; `own` are the names of the nodes before the conversion.
@@ -467,12 +474,12 @@ def _join(graph: Any, own: Set[str]) -> None:
     set_nodes(graph, [node for node in nodes if node.name in own or node.output[0] in read])
 
 
-def _to_bf16(graph: Any, exact: Mapping[str, NDArray[np.generic]]) -> None:
+def _to_bf16(graph: onnx.GraphProto, exact: Mapping[str, NDArray[np.generic]]) -> None:
     """Turn all fp16 into bf16; round constants from `exact`, their fp32 values by name."""
     import ml_dtypes
     import onnx
 
-    def store(tensor: Any, values: NDArray[np.generic]) -> None:
+    def store(tensor: onnx.TensorProto, values: NDArray[np.generic]) -> None:
         rounded = values.astype(ml_dtypes.bfloat16)
         tensor.CopyFrom(onnx.numpy_helper.from_array(rounded, tensor.name))
 

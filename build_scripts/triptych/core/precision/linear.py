@@ -6,11 +6,14 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING
 
 from triptych.base.errors import UserError
 from triptych.base.onnx_graph import FLOAT, initializers, readers
 from triptych.spec.backends import Precision
+
+if TYPE_CHECKING:
+    import onnx
 
 SMALLEST = 16
 """Minimum number of inputs and of outputs of a layer to quantize. Smaller layers gain nothing."""
@@ -54,7 +57,7 @@ class LinearGroup:
     layers: tuple[Linear, ...]
 
 
-def find_groups(graph: Any) -> list[LinearGroup]:
+def find_groups(graph: onnx.GraphProto) -> list[LinearGroup]:
     """Return the groups of linear layers of an `onnx.GraphProto`, in its order."""
     search = _Search(graph)
     found: dict[str, list[Linear]] = {}
@@ -72,13 +75,13 @@ def find_groups(graph: Any) -> list[LinearGroup]:
 
 
 class _Search:
-    def __init__(self, graph: Any) -> None:
+    def __init__(self, graph: onnx.GraphProto) -> None:
         self._graph = graph
         self._initializers = initializers(graph)
         self._readers = readers(graph)
         self._outputs = {output.name for output in graph.output}
 
-    def linear(self, index: int, node: Any) -> Linear | None:
+    def linear(self, index: int, node: onnx.NodeProto) -> Linear | None:
         """Return the layer whose MatMul or Gemm is `node`; None if it is not one."""
         if not self._multiplies_a_weight(node):
             return None
@@ -106,7 +109,7 @@ class _Search:
             bias=bias,
         )
 
-    def _multiplies_a_weight(self, node: Any) -> bool:
+    def _multiplies_a_weight(self, node: onnx.NodeProto) -> bool:
         """Check that the node multiplies by a stored FP32 matrix of sufficient size.
 
         A transposed embedding is not a stored matrix. It scores a vocabulary for few rows at a

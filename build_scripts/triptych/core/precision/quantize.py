@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +59,10 @@ from triptych.core.precision.linear import (
 )
 from triptych.repository.records import Conversion
 
+if TYPE_CHECKING:
+    import onnx
+    from numpy.typing import ArrayLike
+
 
 def convert_int8(source: Path, target: Path, recipe: Recipe, feeds: Sequence[Feed]) -> Conversion:
     """Write ``target/model.onnx`` in int8, except `Recipe.kept`.
@@ -80,7 +84,7 @@ class Quantizer:
     The search for layers to exclude writes many versions; the calibration is shared by all of them.
     """
 
-    def __init__(self, model: Any, recipe: Recipe, feeds: Sequence[Feed]) -> None:
+    def __init__(self, model: onnx.ModelProto, recipe: Recipe, feeds: Sequence[Feed]) -> None:
         self._model = model
         self._feeds = feeds
         self._value_ranges: dict[str, float] | None = None
@@ -95,7 +99,7 @@ class Quantizer:
             _quantize(model, group, seen[group.input], dynamic=dynamic) for group in groups
         ]
 
-    def converted(self, kept: Sequence[str]) -> tuple[Any, Conversion]:
+    def converted(self, kept: Sequence[str]) -> tuple[onnx.ModelProto, Conversion]:
         """Return the quantized graph as an `onnx.ModelProto`, and the record of the conversion.
 
         The groups in `kept` stay fp32; for TensorRT they become fp16, like all else.
@@ -117,7 +121,7 @@ class Quantizer:
             fp32_products=fp32_products,
         )
 
-    def _graph(self, kept: Sequence[str]) -> tuple[Any, tuple[str, ...]]:
+    def _graph(self, kept: Sequence[str]) -> tuple[onnx.ModelProto, tuple[str, ...]]:
         """Return the graph, and `Conversion.fp32_products` for TensorRT."""
         chosen = [one for one in self._quantized if one.group.name not in kept]
         # ONNX Runtime's x86 kernels need unsigned inputs; TensorRT needs signed inputs around 0.
@@ -130,7 +134,7 @@ class Quantizer:
 
 
 def _quantize(
-    model: Any, group: LinearGroup, seen: Activations, *, dynamic: bool
+    model: onnx.ModelProto, group: LinearGroup, seen: Activations, *, dynamic: bool
 ) -> QuantizedGroup:
     tensors = initializers(model.graph)
     stored = [value_of(tensors[layer.weight]) for layer in group.layers]
@@ -186,14 +190,16 @@ class QuantizedGroup:
     layers: tuple[QuantizedLayer, ...]
 
 
-def rewrite(model: Any, groups: Sequence[QuantizedGroup], *, signed: bool) -> Any:
+def rewrite(
+    model: onnx.ModelProto, groups: Sequence[QuantizedGroup], *, signed: bool
+) -> onnx.ModelProto:
     """Return a copy of the fp32 `onnx.ModelProto` with `groups` quantized.
 
     With `signed`, inputs are INT8 around 0, as TensorRT requires; otherwise UINT8 around 128.
     """
     result = copy_model(model)
     writer = _Writer(result.graph, signed=signed)
-    instead: dict[int, list[Any]] = {}
+    instead: dict[int, list[onnx.NodeProto]] = {}
     for quantized_group in groups:
         nodes, value, step = writer.quantize(quantized_group.group.input, quantized_group.smoothing)
         for layer in quantized_group.layers:
@@ -212,13 +218,13 @@ def rewrite(model: Any, groups: Sequence[QuantizedGroup], *, signed: bool) -> An
 class _Writer:
     """Creates nodes, and adds the constants that they read to a graph."""
 
-    def __init__(self, graph: Any, *, signed: bool) -> None:
+    def __init__(self, graph: onnx.GraphProto, *, signed: bool) -> None:
         self._graph = graph
         self._zero = np.int8(0) if signed else np.uint8(LEVELS + 1)
         self._known: set[str] = set()
         self._mark = free_mark(graph)
 
-    def quantize(self, name: str, smoothing: Smoothing) -> tuple[list[Any], str, str]:
+    def quantize(self, name: str, smoothing: Smoothing) -> tuple[list[onnx.NodeProto], str, str]:
         """Return the nodes, the name of the quantized value, and the name of its step per vector.
 
         The step is empty if calibration fixed one range for all vectors.
@@ -242,7 +248,7 @@ class _Writer:
         ]
         return nodes, f"{own}dequantized", step
 
-    def multiply(self, one: QuantizedLayer, value: str, step: str) -> list[Any]:
+    def multiply(self, one: QuantizedLayer, value: str, step: str) -> list[onnx.NodeProto]:
         """Return the nodes that compute the layer from the quantized value."""
         own = one.layer.output + self._mark
         stored = self._constant(f"{own}weight", one.weight)
@@ -259,7 +265,7 @@ class _Writer:
             product = f"{own}rescaled"
         return [*nodes, _node("Add", [product, bias], one.layer.output)]
 
-    def _scale_each(self, own: str) -> list[Any]:
+    def _scale_each(self, own: str) -> list[onnx.NodeProto]:
         """Return nodes that divide each vector by its own step: its largest element becomes 127."""
         share = self._constant(f"int8{self._mark}share", np.float32(1 / LEVELS))
         least = self._constant(f"int8{self._mark}least", np.float32(_MIN_STEP))
@@ -272,14 +278,14 @@ class _Writer:
             _node("Div", [f"{own}smooth", f"{own}step"], f"{own}steps"),
         ]
 
-    def _constant(self, name: str, value: Any) -> str:
+    def _constant(self, name: str, value: ArrayLike) -> str:
         if name not in self._known:
             self._known.add(name)
             add_constant(self._graph, name, value)
         return name
 
 
-def _node(kind: str, inputs: Sequence[str], output: str, **attributes: Any) -> Any:
+def _node(kind: str, inputs: Sequence[str], output: str, **attributes: Any) -> onnx.NodeProto:
     import onnx
 
     name = f"{output}.{kind.lower()}"
@@ -318,7 +324,9 @@ def convert_fp8(source: Path, target: Path, recipe: Recipe, feeds: Sequence[Feed
     )
 
 
-def _quantized(model: Any, groups: Sequence[LinearGroup], ranges: Mapping[str, float]) -> Any:
+def _quantized(
+    model: onnx.ModelProto, groups: Sequence[LinearGroup], ranges: Mapping[str, float]
+) -> onnx.ModelProto:
     """Change the graph in place and return it, with Q/DQ nodes around the layers of `groups`."""
     import ml_dtypes
     import onnx
@@ -326,7 +334,7 @@ def _quantized(model: Any, groups: Sequence[LinearGroup], ranges: Mapping[str, f
     graph, mark = model.graph, free_mark(model.graph)
     weights = initializers(graph)
     stored: set[str] = set()
-    before: dict[int, list[Any]] = {}
+    before: dict[int, list[onnx.NodeProto]] = {}
 
     def add_scale(own: str, largest: float) -> np.float32:
         """Add scale and zero point of a value, whose names begin with `own`."""
@@ -335,7 +343,7 @@ def _quantized(model: Any, groups: Sequence[LinearGroup], ranges: Mapping[str, f
         add_constant(graph, f"{own}zero", np.zeros((), dtype=ml_dtypes.float8_e4m3fn))
         return scale
 
-    def dequantize(own: str, result: str) -> Any:
+    def dequantize(own: str, result: str) -> onnx.NodeProto:
         operands = [f"{own}fp8", f"{own}scale", f"{own}zero"]
         return onnx.helper.make_node("DequantizeLinear", operands, [result], name=f"{result}/node")
 
