@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,10 @@ from triptych.base.errors import UserError
 from triptych.core.export.model_checks import check_finite
 from triptych.models.info import Activation, Dense, LogitScore, ModelInfo, Normalize, Truncate
 from triptych.tasks.task import Returns
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.utils import ModelOutput
 
 Reading = Literal["cls", "mean", "lasttoken", "lastword", "max", "mask", "all"]
 """Tokens that a head reads. ``lasttoken`` is the last token of a row; ``lastword`` is the last
@@ -185,7 +189,7 @@ def load_dense(dense: Dense, folder: Path) -> nn.Module:
 class OwnHead(nn.Module):
     """A model's own head, applied only to the tokens that it reads."""
 
-    def __init__(self, model: Any, reading: Reading, mask_token_id: int | None) -> None:
+    def __init__(self, model: PreTrainedModel, reading: Reading, mask_token_id: int | None) -> None:
         super().__init__()
         self.reading = reading
         self.mask_token_id = mask_token_id
@@ -244,7 +248,7 @@ def _at_mask(values: Tensor, rows: RowMembership, mask_token_id: int | None) -> 
 class _Encoded(nn.Module):
     """Replacement for a model's encoder that returns the embeddings it receives."""
 
-    def __init__(self, base: Any) -> None:
+    def __init__(self, base: PreTrainedModel) -> None:
         super().__init__()
         self.base = base
 
@@ -255,7 +259,7 @@ class _Encoded(nn.Module):
             # Some heads use the encoder's word embeddings.
             return getattr(super().__getattr__("base"), name)
 
-    def forward(self, *unused: object, inputs_embeds: Tensor, **more: object) -> Any:
+    def forward(self, *unused: object, inputs_embeds: Tensor, **more: object) -> ModelOutput:
         # This output class has every field that a head reads.
         from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
@@ -274,7 +278,7 @@ class _Encoded(nn.Module):
         return pooled
 
 
-def logits_of(output: Any) -> Tensor:
+def logits_of(output: ModelOutput) -> Tensor:
     """Return the logits of a model's output; start and end logits as a last axis of size 2.
 
     Raises:

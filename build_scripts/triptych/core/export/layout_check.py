@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,10 @@ from triptych.models.info import ModelInfo
 from triptych.runtime.packing import MULTIPLE, count_slots
 from triptych.tasks.task import Core
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers.utils import ModelOutput
+
 TOLERANCE = 1e-4
 """Maximum difference between a row in a batch and the row alone, relative to the largest element.
 """
@@ -69,7 +73,7 @@ READINGS: Mapping[str, tuple[Reading, ...]] = {
 ModuleLayout = Literal["bucketed", "packed", "gathered"]
 """Layout of a module: ``gathered`` is packed, with attention on padded rows."""
 
-ContextFactory = Callable[[Any], AbstractContextManager[None]]
+ContextFactory = Callable[["PreTrainedModel"], AbstractContextManager[None]]
 """Function of the model that returns the context manager in which the model runs."""
 
 
@@ -94,7 +98,7 @@ class ProbeRow(NamedTuple):
 
 
 def find_text_core(
-    model: Any, info: ModelInfo, core: Core, folder: Path, layout: ModuleLayout
+    model: PreTrainedModel, info: ModelInfo, core: Core, folder: Path, layout: ModuleLayout
 ) -> nn.Module:
     """Return the model in a layout, in the first known way that gives right results.
 
@@ -110,7 +114,7 @@ def find_text_core(
 
 
 def _find(
-    model: Any,
+    model: PreTrainedModel,
     info: ModelInfo,
     core: Core,
     folder: Path,
@@ -177,11 +181,13 @@ def _in_layout(
 
 
 def _ways(
-    model: Any, info: ModelInfo, core: Core, folder: Path, samples: Sequence[ProbeRow]
+    model: PreTrainedModel, info: ModelInfo, core: Core, folder: Path, samples: Sequence[ProbeRow]
 ) -> Iterator[TextCore]:
     """Yield the known ways to run the model and its head on padded rows, the cheapest first."""
     head = _head(model, info, core, folder, samples)
-    ways: list[tuple[Any, Callable[[Any], Tensor], nn.Module, ContextFactory]] = []
+    ways: list[
+        tuple[PreTrainedModel, Callable[[ModelOutput], Tensor], nn.Module, ContextFactory]
+    ] = []
     if head is not None:
         ways.append((model.base_model, hidden_of, head, nullcontext))
     if core.reads != "pooled":
@@ -196,7 +202,9 @@ def _ways(
             yield TextCore(encoder, after)
 
 
-def _draw(model: Any, info: ModelInfo, core: Core, window: int, *, special: bool) -> list[ProbeRow]:
+def _draw(
+    model: PreTrainedModel, info: ModelInfo, core: Core, window: int, *, special: bool
+) -> list[ProbeRow]:
     """Return random rows of different lengths; one is longer than the window of local attention.
 
     With `special`, rows also contain tokens that end or fill a row, as a text may that contains
@@ -227,18 +235,20 @@ def _draw(model: Any, info: ModelInfo, core: Core, window: int, *, special: bool
     return [sample._replace(scale=scale) for sample in samples]
 
 
-def _special(config: Any, kinds: Sequence[str], vocabulary: int, otherwise: int) -> int:
+def _special(
+    config: PreTrainedConfig, kinds: Sequence[str], vocabulary: int, otherwise: int
+) -> int:
     """Return the first of these special tokens that the config has an id for; else `otherwise`."""
     known = (getattr(config, f"{kind}_token_id", None) for kind in kinds)
     fitting = (token for token in known if isinstance(token, int) and 0 <= token < vocabulary)
     return next(fitting, otherwise)
 
 
-def _alone(model: Any, info: ModelInfo, core: Core, ids: Tensor) -> ProbeRow:
+def _alone(model: PreTrainedModel, info: ModelInfo, core: Core, ids: Tensor) -> ProbeRow:
     first_segment = len(ids) // 2 if info.segments > 1 else len(ids)
     types = (torch.arange(len(ids)) >= first_segment).long()[None]
 
-    def inputs(module: Any) -> dict[str, Tensor]:
+    def inputs(module: PreTrainedModel) -> dict[str, Tensor]:
         typed = info.segments > 1 and takes(module, "token_type_ids")
         return {"input_ids": ids[None]} | ({"token_type_ids": types} if typed else {})
 
@@ -266,7 +276,7 @@ def _alone(model: Any, info: ModelInfo, core: Core, ids: Tensor) -> ProbeRow:
 
 
 def _head(
-    model: Any, info: ModelInfo, core: Core, folder: Path, samples: Sequence[ProbeRow]
+    model: PreTrainedModel, info: ModelInfo, core: Core, folder: Path, samples: Sequence[ProbeRow]
 ) -> nn.Module | None:
     """Return the head that computes the model's logits from its encoder's vectors.
 
@@ -360,7 +370,7 @@ def _distance(result: Tensor, expected: Tensor | None, scale: float = 0.0) -> fl
     return float("inf") if difference != difference else difference
 
 
-def _counting(encoder: Any, ids: Tensor) -> PositionIds:
+def _counting(encoder: PreTrainedModel, ids: Tensor) -> PositionIds:
     """Return the numbering of a row's tokens, from the encoder's lookups in its position table."""
     # MPNet skips the id of its embeddings' padding, whatever the config says.
     pad = getattr(encoder.get_input_embeddings(), "padding_idx", None)
@@ -371,7 +381,7 @@ def _counting(encoder: Any, ids: Tensor) -> PositionIds:
         row[1] = pad
     seen: list[list[int]] = []
 
-    def note(_module: nn.Module, arguments: tuple[Any, ...]) -> None:
+    def note(_module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
         if arguments and isinstance(arguments[0], Tensor) and not arguments[0].is_floating_point():
             seen.append(arguments[0].flatten().tolist())
 

@@ -6,10 +6,13 @@ import inspect
 import re
 import sys
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING
 
 from triptych.base.errors import UserError
 from triptych.models.text import CLASSIFIES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TEXT_ALONE = {
     "bbox": "the box of each word on its page",
@@ -43,7 +46,7 @@ CHUNKED = "GatedDeltaNet"
 """End of the name of layers with linear attention, of Qwen3-Next and others."""
 
 
-def check_model(model: Any) -> None:
+def check_model(model: PreTrainedModel) -> None:
     """Check that a torch model can be served by its token ids or pixels alone.
 
     Raises:
@@ -69,7 +72,7 @@ def check_model(model: Any) -> None:
         _check_state(model)
 
 
-def check_unused(model: Any, unexpected: Collection[str]) -> None:
+def check_unused(model: PreTrainedModel, unexpected: Collection[str]) -> None:
     """Check that a class uses every weight of a checkpoint that belongs to its base model.
 
     Other heads, other towers, and a pooler or decoder that the class does not have are no part of
@@ -100,7 +103,7 @@ def check_unused(model: Any, unexpected: Collection[str]) -> None:
     )
 
 
-def _check_positions(model: Any) -> None:
+def _check_positions(model: PreTrainedModel) -> None:
     """Check that the code of a model's class reads the kind of positions that its config names."""
     for part in model.modules():
         value = getattr(getattr(part, "config", None), POSITIONS, None)
@@ -117,7 +120,7 @@ def _check_positions(model: Any) -> None:
             )
 
 
-def check_finite(model: Any) -> None:
+def check_finite(model: PreTrainedModel) -> None:
     """Raise a `UserError` if a weight of a torch module is not finite."""
     import torch
 
@@ -132,7 +135,7 @@ def check_finite(model: Any) -> None:
             )
 
 
-def _check_labels(model: Any) -> None:
+def _check_labels(model: PreTrainedModel) -> None:
     """Check that the config names each class: that of PVT has a number beside the names."""
     names, count = model.config.id2label, model.config.num_labels
     if CLASSIFIES in type(model).__name__ and names and len(names) != count:
@@ -144,7 +147,7 @@ def _check_labels(model: Any) -> None:
         )
 
 
-def _check_inputs(model: Any) -> None:
+def _check_inputs(model: PreTrainedModel) -> None:
     """Check that a model of texts needs nothing besides."""
     for name in inspect.signature(model.forward).parameters:
         if name in TEXT_ALONE:
@@ -156,7 +159,7 @@ def _check_inputs(model: Any) -> None:
             )
 
 
-def _check_chunks(model: Any) -> None:
+def _check_chunks(model: PreTrainedModel) -> None:
     """Check that no layer loops over the chunks of a text: an export keeps their number."""
     for layer in model.modules():
         if type(layer).__name__.endswith(CHUNKED):
@@ -168,7 +171,7 @@ def _check_chunks(model: Any) -> None:
             )
 
 
-def _check_state(model: Any) -> None:
+def _check_state(model: PreTrainedModel) -> None:
     """Check that a short text leaves the model as it is."""
     import torch
 
@@ -202,9 +205,9 @@ def _last(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _state(model: Any) -> dict[str, Any]:
+def _state(model: PreTrainedModel) -> dict[str, object]:
     """Return the classes of all modules and their settings that are texts, by dotted name."""
-    state: dict[str, Any] = {}
+    state: dict[str, object] = {}
     for name, module in model.named_modules():
         state[f"{name}.class"] = type(module)
         for key, value in vars(module).items():

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
     from onnx import ModelProto
+    from onnxscript.function_libs.torch_lib.tensor_typing import TFloat, TTensor
 
 
-def write_gelu(vectors: Any, approximate: str = "none") -> Any:
+def write_gelu(vectors: TFloat, approximate: str = "none") -> TFloat:
     """Write GELU with its operators in the order that ONNX Runtime recognizes and fuses.
 
     The exporter multiplies by 0.5 first, which ONNX Runtime computes as five operators. Fused with
@@ -27,7 +28,7 @@ def write_gelu(vectors: Any, approximate: str = "none") -> Any:
     return opset18.Mul(opset18.Mul(vectors, share), half)
 
 
-def write_add(first: Any, second: Any, alpha: float = 1.0) -> Any:
+def write_add(first: TFloat, second: TFloat | float, alpha: float = 1.0) -> TFloat:
     """Write an addition whose small number stays.
 
     The exporter's optimizer takes a number of at most 1e-8 for 0 and removes the addition, such as
@@ -41,7 +42,7 @@ def write_add(first: Any, second: Any, alpha: float = 1.0) -> Any:
     return aten_add(first, second, alpha)
 
 
-def write_squeeze(tensor: Any) -> Any:
+def write_squeeze(tensor: TTensor) -> TTensor:
     """Write a squeeze of the axes that have one element at each size of the batch.
 
     The exporter writes one without axes, which also removes the axis of a batch of one row.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -37,6 +37,10 @@ CODE = (
     "base/onnx_graph.py",
     "base/onnx_edges.py",
 )
+
+if TYPE_CHECKING:
+    import onnx
+    from onnxruntime import InferenceSession
 _DTYPES: Mapping[str, DType] = {
     "FLOAT": "FP32",
     "FLOAT16": "FP16",
@@ -207,7 +211,7 @@ def open_graph(file: Path, *, optimize: bool = True) -> RunGraph:
     return run_session(session)
 
 
-def run_session(session: Any) -> RunGraph:
+def run_session(session: InferenceSession) -> RunGraph:
     """Return a function that runs an `onnxruntime.InferenceSession`."""
     names = [output.name for output in session.get_outputs()]
 
@@ -263,7 +267,7 @@ def triton_type(name: str, array: Array) -> DType:
     return dtype
 
 
-def _set_sizes(values: Sequence[Any], plan: Plan) -> None:
+def _set_sizes(values: Sequence[onnx.ValueInfoProto], plan: Plan) -> None:
     """Set the size of each free axis that is the same for all rows, as the config declares it."""
     known = {tensor.name: tensor.dims for tensor in (*plan.core_inputs, *plan.core.outputs)}
     for value in values:  # weights may be among the inputs

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,12 +26,16 @@ from triptych.core.export.to_onnx import convert, quiet
 from triptych.runtime.hooking import load_file
 from triptych.spec.model_fields import ModelSpec
 
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
 _MODULE_NAME = "triptych_own_module"
 _ROWS = 3
 """Number of rows of the batch to trace with; sizes 0 and 1 would become constants."""
 
 
-def load_module(spec: ModelSpec) -> Any:
+def load_module(spec: ModelSpec) -> nn.Module:
     """Return the `torch.nn.Module` of a spec with its weights, in evaluation mode and fp32.
 
     Raises:
@@ -67,25 +71,27 @@ def load_module(spec: ModelSpec) -> Any:
     return module.eval().float()
 
 
-def _read_weights(path: Path) -> Any:
+def _read_weights(path: Path) -> Mapping[str, torch.Tensor]:
     import torch
     from safetensors.torch import load_file
 
-    if path.suffix == ".safetensors":
-        return load_file(path)
-    return torch.load(path, map_location="cpu", weights_only=True)
+    is_safe = path.suffix == ".safetensors"
+    weights: Mapping[str, torch.Tensor] = (
+        load_file(path) if is_safe else torch.load(path, map_location="cpu", weights_only=True)
+    )
+    return weights
 
 
 def _refused(field: str, rule: str, given: object, remedy: str) -> UserError:
     return UserError(field, rule, given=" ".join(str(given).split())[:300], remedy=remedy)
 
 
-def input_names(module: Any) -> list[str]:
+def input_names(module: nn.Module) -> list[str]:
     """Return the names of the arguments of `forward`, which are the inputs of the graph."""
     return list(inspect.signature(module.forward).parameters)
 
 
-def open_module(spec: ModelSpec, module: Any, *, double: bool = False) -> RunGraph:
+def open_module(spec: ModelSpec, module: nn.Module, *, double: bool = False) -> RunGraph:
     """Return a function that runs a module as it is, in fp32, or in fp64 if `double`.
 
     Raises:
@@ -124,7 +130,7 @@ def _shaped(spec: ModelSpec, feed: Mapping[str, Array], names: Sequence[str]) ->
 
 
 def find_scalars(
-    spec: ModelSpec, module: Any, example: Mapping[str, Array], known: Sequence[str]
+    spec: ModelSpec, module: nn.Module, example: Mapping[str, Array], known: Sequence[str]
 ) -> list[str]:
     """Return the inputs without a shape that a module takes as ``[batch]``: all, or none.
 
@@ -190,7 +196,9 @@ def with_scalars(spec: ModelSpec, names: Sequence[str]) -> ModelSpec:
     return spec.model_copy(update={"model": model})
 
 
-def _named(spec: ModelSpec, result: Any) -> dict[str, Any]:
+def _named(
+    spec: ModelSpec, result: Mapping[str, torch.Tensor] | Iterable[torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """Return the tensors of a result by name: of a dict, or in the order of `model.outputs`."""
     import torch
 

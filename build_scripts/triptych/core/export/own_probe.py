@@ -7,7 +7,7 @@ which combinations need not be tried.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,8 +69,12 @@ class _Traced(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         """Run an operator, and note the inputs on which its operands depend."""
         traced = [each for each in tree_leaves((args, kwargs)) if isinstance(each, _Traced)]
         sources = frozenset[str]().union(*(each.sources for each in traced))
@@ -219,7 +223,10 @@ def _call(module: torch.nn.Module, chosen: Mapping[str, _Form]) -> None:
 
 
 def _takes_padding(
-    spec: ModelSpec, module: Any, arrays: Mapping[str, NDArray[np.generic]], of: Mapping[str, int]
+    spec: ModelSpec,
+    module: torch.nn.Module,
+    arrays: Mapping[str, NDArray[np.generic]],
+    of: Mapping[str, int],
 ) -> bool:
     """Return whether zeros at the end of an axis change no result but add some."""
     run = open_module(spec, module)

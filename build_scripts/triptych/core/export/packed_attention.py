@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from triptych.core.export.packed_ops import GatheredBatch, PackedBatch, PackedOperations
 from triptych.core.export.row_ops import MASK_VALUE, attend, collect, gather
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 NAME = "triptych_packed"
 """Name under which this attention is registered in transformers."""
@@ -24,7 +28,7 @@ _active: list[PackedOperations] = []
 
 
 @contextlib.contextmanager
-def packed_attention(model: Any, mode: PackedOperations) -> Iterator[None]:
+def packed_attention(model: PreTrainedModel, mode: PackedOperations) -> Iterator[None]:
     """Make a model compute attention in tiles while the context is open.
 
     The model's layers must look their attention function up in transformers' registry.
@@ -46,7 +50,7 @@ def packed_attention(model: Any, mode: PackedOperations) -> Iterator[None]:
             config._attn_implementation_internal = implementation
 
 
-def _configs(module: Any) -> Iterator[Any]:
+def _configs(module: nn.Module) -> Iterator[PreTrainedConfig]:
     config = getattr(module, "config", None)
     if hasattr(config, "_attn_implementation_internal"):
         yield config
@@ -65,7 +69,7 @@ def _mask(**options: Any) -> Tensor | None:
 
 
 def _attend(
-    module: Any,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -165,5 +169,5 @@ def _bias_of_tiles(batch: PackedBatch, bias: Tensor) -> Tensor:
     return flat.reshape(flat.shape[0], batch.tile_count, batch.tile_size, flat.shape[2])
 
 
-def _is_one(size: Any) -> bool:
+def _is_one(size: object) -> bool:
     return isinstance(size, int) and size == 1

@@ -28,9 +28,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,10 @@ from triptych.core.export.heads import RowMembership, weighted
 from triptych.core.export.packed_attention import packed_attention
 from triptych.core.export.packed_ops import GatheredBatch, PackedBatch, PackedOperations
 from triptych.core.export.row_ops import place
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.utils import ModelOutput
 
 
 class CannotPack(Exception):
@@ -91,12 +95,12 @@ class PaddedEncoder(nn.Module):
 
     def __init__(
         self,
-        encoder: Any,
-        read: Callable[[Any], Tensor],
+        encoder: PreTrainedModel,
+        read: Callable[[ModelOutput], Tensor],
         segments: int,
         *,
         counting: PositionIds | None = None,
-        around: Callable[[Any], AbstractContextManager[None]] = nullcontext,
+        around: Callable[[PreTrainedModel], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         super().__init__()
         self.encoder = encoder
@@ -263,19 +267,19 @@ class GatheredCore(PackedCore):
         return rows
 
 
-def hidden_of(output: Any) -> Tensor:
+def hidden_of(output: ModelOutput) -> Tensor:
     """Return the token vectors of a model's output, FP32 ``[B, L, H]``."""
     hidden: Tensor = output.last_hidden_state
     return hidden
 
 
-def takes(model: Any, name: str) -> bool:
+def takes(model: PreTrainedModel, name: str) -> bool:
     """Check that a model's `forward` has the parameter `name`."""
     return name in inspect.signature(model.forward).parameters
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
     """Replace an attribute's value while the context is open."""
     own, before = name in vars(owner), getattr(owner, name)
     setattr(owner, name, value)
@@ -289,7 +293,7 @@ def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_fixed_length(model: Any) -> Iterator[None]:
+def without_fixed_length(model: PreTrainedModel) -> Iterator[None]:
     """Keep the sequence length out of Python code while the context is open.
 
     An exported graph would contain the length as a constant. DeBERTa cuts its table of relative
@@ -305,7 +309,7 @@ def without_fixed_length(model: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def last_picked(model: Any) -> Iterator[None]:
+def last_picked(model: PreTrainedModel) -> Iterator[None]:
     """Make a model that selects vectors by a mask over tokens select the last one of each row.
 
     The heads of BART and its family read the last end-of-sequence token in this way: they select
@@ -331,8 +335,12 @@ class _PickLast(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self, function: Any, types: Any, arguments: Any = (), options: Any = None
-    ) -> Any:
+        self,
+        function: Callable[..., object],
+        types: object,
+        arguments: Sequence[Any] = (),
+        options: Mapping[str, object] | None = None,
+    ) -> object:
         mask = arguments[1] if function is Tensor.__getitem__ else None
         if isinstance(mask, tuple) and mask[1:] == (slice(None),):
             mask = mask[0]

@@ -7,7 +7,6 @@ and T.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +41,7 @@ def place(values: Tensor, index: Tensor, tokens: Tensor) -> Tensor:
     Args:
         values: Values ``[T, ...]``.
         index: INT64 ``[T, 1]``; negative indices count from the end.
-        tokens: Any tensor ``[S]``.
+        tokens: Tensor ``[S]``.
     """
     result = values.new_zeros((tokens.shape[0], *values.shape[1:]))
     if torch.compiler.is_exporting():
@@ -95,7 +94,7 @@ def attend(
 def _node(
     name: str,
     inputs: Sequence[Tensor | None],
-    shape: Sequence[Any],
+    shape: Sequence[int | torch.SymInt],
     *,
     version: int | None = None,
     **attributes: Any,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from triptych.base.cache import cached_stage, code_hash, key_of, versions_of
 from triptych.base.errors import Progress, UserError
@@ -36,12 +36,20 @@ from triptych.models.source import CODE as MODEL_CODE
 from triptych.spec.plan import Plan
 from triptych.tasks.task import Core
 
+if TYPE_CHECKING:
+    import onnx
+    import torch
+    from torch import nn
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from triptych.core.export.layout_check import ModuleLayout
+
 OPSET = 18
 RESULTS = ("last_hidden_state", "logits", "start_logits", "end_logits")
 """Fields that are read from a model's output, whatever its class."""
 
 
-def load_model(folder: Path, auto_class: str) -> Any:
+def load_model(folder: Path, auto_class: str) -> PreTrainedModel:
     """Return the model that `save_pretrained` wrote, in PyTorch, fp32 and evaluation mode.
 
     transformers' class `auto_class` loads it, with its head. For an encoder-decoder without a head,
@@ -100,15 +108,18 @@ def load_model(folder: Path, auto_class: str) -> Any:
     return model
 
 
-def model_class(folder: Path, auto_class: str) -> Any:
+def model_class(folder: Path, auto_class: str) -> type[PreTrainedModel]:
     """Return the class that transformers' class `auto_class` loads a folder with."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    return getattr(transformers, auto_class)._model_mapping[type(config)]
+    found: type[PreTrainedModel] = getattr(transformers, auto_class)._model_mapping[type(config)]
+    return found
 
 
-def _mismatch(config: Any, wrong: tuple[str, Any, Any]) -> UserError:
+def _mismatch(
+    config: PreTrainedConfig, wrong: tuple[str, Sequence[int], Sequence[int]]
+) -> UserError:
     """Return the error for weights whose size differs from the config."""
     name, held, wanted = wrong
     labels = list((config.id2label or {}).values())
@@ -147,7 +158,7 @@ def _loader(folder: Path, auto_class: str) -> Any:
     return getattr(transformers, auto_class)
 
 
-def _learned(model: Any, missing: set[str]) -> list[str]:
+def _learned(model: PreTrainedModel, missing: set[str]) -> list[str]:
     """Return those missing weights that training decides, unlike for example a table of sines."""
     import torch
 
@@ -159,7 +170,7 @@ def _learned(model: Any, missing: set[str]) -> list[str]:
     return sorted(missing - frozen)
 
 
-def _runs(model: Any) -> bool:
+def _runs(model: PreTrainedModel) -> bool:
     """Check that an encoder-decoder runs on token ids alone."""
     import torch
 
@@ -171,7 +182,7 @@ def _runs(model: Any) -> bool:
     return True
 
 
-def _encoder_of(model: Any) -> Any:
+def _encoder_of(model: PreTrainedModel) -> PreTrainedModel | None:
     """Return the encoder of an encoder-decoder; None if it cannot run as a model of its own."""
     import transformers
 
@@ -179,7 +190,7 @@ def _encoder_of(model: Any) -> Any:
     return encoder if isinstance(encoder, transformers.PreTrainedModel) else None
 
 
-def _missing_of(encoder: Any, model: Any, missing: list[str]) -> list[str]:
+def _missing_of(encoder: PreTrainedModel, model: PreTrainedModel, missing: list[str]) -> list[str]:
     """Return the encoder's share of the model's missing weights, by their names in the encoder."""
     weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     lacking = {id(weights[name]) for name in missing if name in weights}
@@ -187,7 +198,7 @@ def _missing_of(encoder: Any, model: Any, missing: list[str]) -> list[str]:
     return sorted(name for name, weight in own if id(weight) in lacking)
 
 
-def _matter(model: Any, missing: list[str]) -> bool:
+def _matter(model: PreTrainedModel, missing: list[str]) -> bool:
     """Check whether weights that the checkpoint lacks influence a result.
 
     The weights are set to NaN for the check. If no result becomes NaN, they are set to 0: for
@@ -244,7 +255,7 @@ def export_onnx(
 
     model = load_model(folder, core.auto_class)
     with quiet(), without_fixed_length(model), torch.no_grad():
-        layout = "gathered" if gathered else "packed" if packed else "bucketed"
+        layout: ModuleLayout = "gathered" if gathered else "packed" if packed else "bucketed"
         graph = _graph(model, info, core, inputs, folder, layout)
         traced = inputs
         if packed:
@@ -275,14 +286,14 @@ def export_onnx(
 
 
 def convert(
-    graph: Any,
-    examples: tuple[Any, ...],
-    shapes: tuple[Any, ...],
+    graph: nn.Module,
+    examples: tuple[torch.Tensor, ...],
+    shapes: tuple[object, ...],
     inputs: Sequence[str],
     outputs: Sequence[str],
     *,
     gathered: bool = False,
-) -> Any:
+) -> onnx.ModelProto:
     """Return a torch module as an `onnx.ModelProto` that computes the same in ONNX Runtime.
 
     Args:
@@ -311,7 +322,7 @@ def convert(
     )
     if gathered:
         join_operators(exported.model)
-    proto = exported.model_proto
+    proto: onnx.ModelProto = exported.model_proto
     keep_padding(proto)
     if gathered:
         compute_places(proto)
@@ -320,13 +331,13 @@ def convert(
 
 
 def _graph(
-    model: Any,
+    model: PreTrainedModel,
     info: ModelInfo,
     core: Core,
     inputs: tuple[Tensor, ...],
     folder: Path,
-    layout: Any,
-) -> Any:
+    layout: ModuleLayout,
+) -> nn.Module:
     """Return the torch module to export, from the graph's inputs to its outputs."""
     from triptych.core.export.heads import CoreGraph, Returned
 
@@ -362,7 +373,7 @@ def _graph(
 
 def _examples(
     inputs: tuple[Tensor, ...], *, packed: bool
-) -> tuple[tuple[Any, ...], tuple[dict[int, Any], ...]]:
+) -> tuple[tuple[torch.Tensor, ...], tuple[dict[int, object], ...]]:
     """Return inputs to trace with, and their axes that vary."""
     import torch
 
@@ -424,7 +435,7 @@ def quiet() -> Iterator[None]:
         logging.disable(previous)
 
 
-def _declare(model: Any, tensors: tuple[Tensor, ...], *, packed: bool) -> None:
+def _declare(model: onnx.ModelProto, tensors: tuple[Tensor, ...], *, packed: bool) -> None:
     """Declare inputs and outputs as `tensors`, because Triton compares shapes and types exactly.
 
     Raises:
