@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from triptych.serving.bench import perf_analyzer
-from triptych.serving.bench.perf_analyzer import RequestForm, Span
+from triptych.serving.bench.perf_analyzer import Duration, RequestForm
 from triptych.serving.bench.resources import SERVER, instance_model, name_process, process_tree
 from triptych.serving.bench.results import OfferedLoad
 from triptych.serving.bench.statistics import STEPS, ServerCounts
@@ -48,10 +48,10 @@ def measure_cost(
         perf_analyzer.run, url, model, requests, OfferedLoad("concurrency", clients),
         form=RequestForm(batch_size=texts_per_request),
     )  # fmt: skip
-    load(Span(request_count=2 * clients + 100))
+    load(Duration(request_count=2 * clients + 100))
     counts = ServerCounts(url, model)
     used_before, counted_before = _read_usage(pid, model), counts.read()
-    result = load(Span(window_s=seconds / 3))
+    result = load(Duration(window_s=seconds / 3))
     used, counted = _read_usage(pid, model), counts.read()
     counts.close()
     answered = {name: counted[name] - counted_before[name] for name in counted}

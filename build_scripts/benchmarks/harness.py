@@ -22,7 +22,7 @@ from benchmarks.results import Table, describe, publish, render_page
 from triptych.base.files import write_files
 from triptych.serving.bench import perf_analyzer
 from triptych.serving.bench.measure import WINDOWS, run_longer
-from triptych.serving.bench.perf_analyzer import TENSORS, RequestForm, Span
+from triptych.serving.bench.perf_analyzer import TENSORS, Duration, RequestForm
 from triptych.serving.bench.results import OfferedLoad
 
 Item = TypeVar("Item")
@@ -132,7 +132,7 @@ def run_load(
     """Return throughput and latency of a load of perf_analyzer; see `perf_analyzer.run`."""
 
     def run(windows_s: float) -> perf_analyzer.LoadResult:
-        span = Span(window_s=windows_s / WINDOWS, warmup_requests=warmup_requests)
+        span = Duration(window_s=windows_s / WINDOWS, warmup_requests=warmup_requests)
         return perf_analyzer.run(url, model, requests, load, span, form=form)
 
     result = run_longer(run, seconds)

@@ -22,7 +22,7 @@ from benchmarks.harness import closed_loop, finish, make_parser
 from benchmarks.memory import make_growth_tables, sample_memory
 from benchmarks.model import CACHE, PIPELINE, build, traffic_texts
 from triptych.serving.bench import perf_analyzer
-from triptych.serving.bench.perf_analyzer import Span
+from triptych.serving.bench.perf_analyzer import Duration
 from triptych.serving.bench.results import OfferedLoad
 from triptych.serving.server import Server
 
@@ -67,7 +67,7 @@ def main() -> int:
             return [
                 perf_analyzer.run(
                     url, model, texts, OfferedLoad("concurrency", clients),
-                    Span(request_count=count), timeout_s=600 + count / _MIN_RATE_PER_S,
+                    Duration(request_count=count), timeout_s=600 + count / _MIN_RATE_PER_S,
                 )
                 for count in counts
             ]  # fmt: skip

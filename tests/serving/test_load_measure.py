@@ -16,7 +16,13 @@ from triptych.serving.bench import measure as load_measure
 from triptych.serving.bench import rates
 from triptych.serving.bench.bottleneck import find_bottleneck
 from triptych.serving.bench.measure import BenchTarget, measure
-from triptych.serving.bench.perf_analyzer import VERSION, LoadError, Span, find_perf_analyzer, run
+from triptych.serving.bench.perf_analyzer import (
+    VERSION,
+    Duration,
+    LoadError,
+    find_perf_analyzer,
+    run,
+)
 from triptych.serving.bench.perf_output import check_stability
 from triptych.serving.bench.rates import find_highest_rate
 from triptych.serving.bench.results import Kind, OfferedLoad, from_json, to_json
@@ -168,7 +174,7 @@ def check_whole(measured: Measured, *, is_local: bool) -> None:
 def test_every_request_is_sent_byte_for_byte(server: Server, repository: Path) -> None:
     requests: list[Any] = [*TEXTS, {"text": "a tensor by name"}, {"text": b"\xff\x00raw"}]
     count = 3 * len(requests)
-    clients, span = OfferedLoad("concurrency", 2), Span(request_count=count)
+    clients, span = OfferedLoad("concurrency", 2), Duration(request_count=count)
     result = run(server.grpc_url, "recorder", requests, clients, span)
     seen = (repository.parent / "seen.txt").read_text().splitlines()
     sent = {text.encode() for text in TEXTS} | {b"a tensor by name", b"\xff\x00raw"}
@@ -227,7 +233,7 @@ def test_clients_in_a_closed_loop_are_measured_in_full_and_the_bottleneck_is_nam
 @pytest.mark.server
 def test_an_unstable_measurement_is_returned_and_says_so(server: Server) -> None:
     client = OfferedLoad("concurrency", 1)
-    result = run(server.grpc_url, "slowing", TEXTS, client, Span(window_s=0.5))
+    result = run(server.grpc_url, "slowing", TEXTS, client, Duration(window_s=0.5))
     is_stable, warnings = check_stability(result.windows())
     assert is_stable is False
     assert "unstable" in warnings[0]
@@ -244,7 +250,7 @@ def test_errors_are_counted_by_kind_and_nothing_is_made_up(server: Server) -> No
     assert (measured.requests, measured.throughput_per_s, measured.histogram_us) == (0, 0, {})
     assert measured.steps[0].step == "failing"
     with pytest.raises(LoadError, match="without errors") as caught:
-        run(server.grpc_url, "failing", TEXTS, load, Span(window_s=0.5))
+        run(server.grpc_url, "failing", TEXTS, load, Duration(window_s=0.5))
     assert any('row "7" is bad' in error for error in caught.value.errors)
     one = OfferedLoad("concurrency", 1)
     measured = measure(target(server, "stuck"), TEXTS, one, seconds=0.3, timeout_s=1)
@@ -294,7 +300,7 @@ def test_arguments_out_of_range_are_refused() -> None:
         ("burst", TEXTS, OfferedLoad("burst", 1, 0)),
     ]
     for field, texts, load in cases:
-        assert refusal(run, "", "echo", texts, load, Span()).field == field
+        assert refusal(run, "", "echo", texts, load, Duration()).field == field
 
 
 def test_perf_analyzer_is_fetched_once_and_again_when_its_libraries_are_gone(

@@ -32,7 +32,7 @@ from triptych.repository.records import GateResult, PrecisionTrial, plain_record
 from triptych.repository.store import sibling_work_dir
 from triptych.serving.bench import perf_analyzer
 from triptych.serving.bench.measure import run_longer
-from triptych.serving.bench.perf_analyzer import Span
+from triptych.serving.bench.perf_analyzer import Duration
 from triptych.serving.bench.results import OfferedLoad
 from triptych.serving.endpoint import UNSAMPLED
 from triptych.serving.server import Server
@@ -107,7 +107,7 @@ def measure_throughputs(
                     requests,
                     OfferedLoad("concurrency", clients),
                 )
-                span = Span(warmup_requests=WARM_UP_REQUESTS if number == 1 else 0)
+                span = Duration(warmup_requests=WARM_UP_REQUESTS if number == 1 else 0)
                 result = run_longer(
                     lambda window_s: run(replace(span, window_s=window_s)),  # noqa: B023
                     WINDOW_S,

@@ -26,7 +26,7 @@ from triptych.operate.tune.results import Outcome
 from triptych.serving.bench import perf_analyzer
 from triptych.serving.bench.bench import WARM_UP_ANSWERS, describe_server, describe_target
 from triptych.serving.bench.measure import WINDOW_FACTOR, BenchTarget, measure
-from triptych.serving.bench.perf_analyzer import Request, RequestForm, Span
+from triptych.serving.bench.perf_analyzer import Duration, Request, RequestForm
 from triptych.serving.bench.results import (
     SLO_KINDS,
     Measurement,
@@ -255,7 +255,7 @@ class GenerationTuning(TunedPipeline[GenerationInputs]):
                 target.pipeline,
                 requests,
                 OfferedLoad("concurrency", count),
-                Span(request_count=count),
+                Duration(request_count=count),
                 form=RequestForm(streaming=True),
             )
         except perf_analyzer.LoadError as error:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from triptych.serving.bench import perf_analyzer
-from triptych.serving.bench.perf_analyzer import RequestForm, Span
+from triptych.serving.bench.perf_analyzer import Duration, RequestForm
 from triptych.serving.bench.perf_output import (
     LoadResult,
     check_stability,
@@ -101,7 +101,7 @@ def measure(
                     target.pipeline,
                     requests,
                     OfferedLoad("concurrency", clients),
-                    Span(request_count=max(warmup_requests, clients)),
+                    Duration(request_count=max(warmup_requests, clients)),
                     form=RequestForm(streaming=target.streaming_slo is not None),
                     timeout_s=timeout_s,
                 )
@@ -167,7 +167,7 @@ def _run(
         target.pipeline,
         requests,
         load,
-        Span(window_s=seconds / WINDOWS),
+        Duration(window_s=seconds / WINDOWS),
         form=RequestForm(streaming=is_streaming),
         timeout_s=min(timeout_s, 2 * seconds + STREAMS_END_S) if is_streaming else timeout_s,
     )

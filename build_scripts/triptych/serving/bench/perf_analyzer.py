@@ -1,7 +1,7 @@
 """Find NVIDIA's perf_analyzer and run it with real requests.
 
-Usage: ``run(url, "minilm", texts, OfferedLoad("concurrency", 32), Span()).throughput_per_s``. The
-program comes from PATH or from an older tritonclient wheel.
+Usage: ``run(url, "minilm", texts, OfferedLoad("concurrency", 32), Duration())``. The program comes
+from PATH or from an older tritonclient wheel.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class RequestForm:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class Duration:
     """Duration of a measurement.
 
     Attributes:
@@ -260,7 +260,7 @@ def run(
     model: str,
     requests: Sequence[Request],
     load: OfferedLoad,
-    span: Span,
+    span: Duration,
     *,
     form: RequestForm = TENSORS,
     timeout_s: float = 900.0,
