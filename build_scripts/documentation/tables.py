@@ -180,7 +180,11 @@ def _limit_rows(
     limits: Callable[[Task, str], Mapping[str, float]],
 ) -> Iterator[Sequence[str]]:
     for name in names:
-        tasks = [task for task in TASKS.values() if name in ("edge_error", *task.metrics)]
+        tasks = [
+            task
+            for task in TASKS.values()
+            if name in ("edge_error", *(metric.name for metric in task.metrics))
+        ]
         tasks = tasks or [*TASKS.values()]
         cells = []
         for column in _columns(precisions):

@@ -36,7 +36,6 @@ from triptych.repository.records import GateResult, ProbeResult, Verdict, plain_
 from triptych.spec.backends import Precision
 from triptych.spec.spec import PipelineSpec
 from triptych.tasks.accuracy import (
-    CORE_METRICS,
     METRICS,
     above_rounding,
     metrics_of,
@@ -44,8 +43,11 @@ from triptych.tasks.accuracy import (
     thresholds,
 )
 from triptych.tasks.catalog import TASKS
+from triptych.tasks.metric import CORE_METRICS
 from triptych.tasks.results import Expected, RowOutputs
 from triptych.tasks.task import Returns
+
+OF_CORE = [metric.name for metric in CORE_METRICS]
 
 LIMITS = {"max_difference": 1e-5, "batch_sensitivity": 1e-5}
 PER_TOKEN: tuple[Returns, ...] = ("token_choices", "token_scores", "spans")
@@ -289,10 +291,10 @@ def test_an_artifact_that_gives_other_rows_or_does_not_run_fails() -> None:
     for words, run in runs.items():
         assert words in case.check(run).failures[0]
     empty = replace(case.gate_case(LIMITS), requests=[], expected=[])
-    result = check(case.right, empty, "fp32", CORE_METRICS)
+    result = check(case.right, empty, "fp32", OF_CORE)
     assert result.failures == ("there are no rows to compare",)
     with pytest.raises(ValueError, match="10 core rows"):
-        check(case.right, replace(case.gate_case(LIMITS), expected=[]), "fp32", CORE_METRICS)
+        check(case.right, replace(case.gate_case(LIMITS), expected=[]), "fp32", OF_CORE)
 
 
 def judged(
@@ -349,7 +351,7 @@ def test_a_long_row_bounds_its_batch_and_still_has_a_neighbor() -> None:
         return [answer(case.core, case.expected[0]) for _ in batch]
 
     long_case = Case(case.core, [case.expected[0]] * len(rows)).gate_case({}, rows)
-    assert check(run, replace(long_case, batch_size=32), "fp32", CORE_METRICS).passed
+    assert check(run, replace(long_case, batch_size=32), "fp32", OF_CORE).passed
     assert BATCH_TOKENS < max(batches) < 2 * BATCH_TOKENS
 
 
@@ -463,7 +465,11 @@ def test_a_right_core_passes_and_a_wrong_one_never(returns: Returns) -> None:
 def test_every_text_task_has_limits_on_the_probe(task: str) -> None:
     steps = [probe_limits(TASKS[task], precision, {}) for precision in ("fp16", "int8")]
     for tight, loose in pairwise(steps):
-        assert tight.keys() == loose.keys() == {"edge_error", *TASKS[task].metrics}
+        assert (
+            tight.keys()
+            == loose.keys()
+            == {"edge_error", *(metric.name for metric in TASKS[task].metrics)}
+        )
         assert all(METRICS[name].meets(tight[name], loose[name]) for name in tight)
 
 

@@ -11,7 +11,7 @@ from triptych.models.info import ModelInfo
 from triptych.runtime.hooking import FORWARDED_PREFIX
 from triptych.spec.fields import Custom, CustomOutput
 from triptych.tasks.classes import labels
-from triptych.tasks.compare import compare_anything
+from triptych.tasks.compare import LABEL_AGREEMENT, compare_anything
 from triptych.tasks.metrics_vectors import COSINES
 from triptych.tasks.task import TEXT, TEXT_PAIR, Core, Parameters, Task
 
@@ -34,8 +34,8 @@ RETURNS = {"row": ("logits", "scores"), "tokens": ("token_scores",), "pooled": (
 
 METRICS = {
     "vector": COSINES,
-    "scores": ("label_agreement",),
-    "token_scores": ("label_agreement",),
+    "scores": (LABEL_AGREEMENT,),
+    "token_scores": (LABEL_AGREEMENT,),
     "logits": (),
 }
 """Metrics by output of the core."""

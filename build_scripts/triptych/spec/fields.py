@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, create_model, model_validator
 
 from triptych.base.errors import UserError
 from triptych.base.releases import OLDEST
@@ -12,6 +12,7 @@ from triptych.container.serving_machine import MAX_CORES, ServingMachine, parse_
 from triptych.models.fields import Frozen, TokenizerChoice
 from triptych.spec.backends import BACKENDS, BackendName, DeviceName, Precision
 from triptych.spec.slo import Slo
+from triptych.tasks.accuracy import METRICS
 
 
 def check_runs(precision: str, backend: str, device: str) -> None:
@@ -522,31 +523,26 @@ class Serving(Frozen):
         return self
 
 
-class Accuracy(Frozen):
-    """Limits of the accuracy gate by metric, in place of the defaults in `tasks.accuracy`.
+if TYPE_CHECKING:
+    _Limits = Frozen
+else:
+    _Limits = create_model(
+        "_Limits",
+        __base__=Frozen,
+        **{
+            metric.name: ((Share if metric.better == "higher" else Distance) | None, None)
+            for metric in METRICS.values()
+        },
+    )
+
+
+class Accuracy(_Limits):
+    """Limits of the accuracy gate by metric, in place of the defaults of the tasks.
 
     Attributes:
         max_drop: Maximum loss of the labeled measure on ``eval.jsonl`` against the original model.
     """
 
-    max_difference: Distance | None = None
-    batch_sensitivity: Distance | None = None
-    edge_error: Distance | None = None
-    min_cosine: Share | None = None
-    mean_cosine: Share | None = None
-    nearest_neighbor_agreement: Share | None = None
-    mean_neighbor_loss: Distance | None = None
-    max_neighbor_loss: Distance | None = None
-    similarity_rank_correlation: Share | None = None
-    label_agreement: Share | None = None
-    max_probability_difference: Distance | None = None
-    confidence_shift: Distance | None = None
-    entity_f1: Share | None = None
-    exact_match: Share | None = None
-    answer_f1: Share | None = None
-    rank_correlation: Share | None = None
-    top1_agreement: Share | None = None
-    top_k_overlap: Share | None = None
     max_drop: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 

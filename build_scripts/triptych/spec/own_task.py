@@ -15,6 +15,7 @@ from triptych.runtime.hooking import load_hooks
 from triptych.spec.kind import MODEL
 from triptych.spec.model_fields import ModelSpec, OutputField
 from triptych.tasks.compare import TIE, Comparison, Outputs
+from triptych.tasks.metric import OWN_METRICS
 from triptych.tasks.task import Core, Parameters, Task
 
 COMPARE_PREFIX = "compare_"
@@ -54,7 +55,9 @@ def own_task(spec: ModelSpec) -> Task:
         rows="own_model.OwnRowMaker",
         decode="own_step.StepDecoder" if len(spec.steps) > 1 else "own_model.OwnDecoder",
         core=core,
-        metrics=tuple(metrics.values()),
+        metrics=tuple(
+            OWN_METRICS[field.compared_by].of_output(name) for name, field in spec.outputs.items()
+        ),
         compare_outputs=partial(_compare, spec, metrics),
         labeled=None,
         parameters=lambda info: {name: field.rule for name, field in spec.parameters.items()},

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.base.arrays import Array
+from triptych.tasks.metric import Metric
 
 Outputs = Mapping[str, Array]
 """Outputs of the ensemble for one request by name, each ``[1, ...]``."""
@@ -27,9 +28,8 @@ class Comparison:
     """Result of comparing a candidate with the reference.
 
     Attributes:
-        values: Values of metrics in `tasks.accuracy.METRICS`; never NaN. A metric that these
-            requests
-            cannot show (neighbors of a single text) is absent.
+        values: Values by name of the metric; never NaN. A metric that these requests cannot show
+            (neighbors of a single text) is absent.
         badness: Error of each request: 0 if equal, infinite if an output is missing or not finite.
             Comparable within one task.
     """
@@ -140,7 +140,32 @@ def _ranking(values: Floats) -> Callable[[Floats], Floats]:
 Name = tuple[str, int]
 """Label, and its index among labels that are written the same."""
 
-LABEL_METRICS = ("label_agreement", "max_probability_difference", "confidence_shift")
+LABEL_AGREEMENT = Metric(
+    "label_agreement",
+    "higher",
+    "same first label",
+    limits=(1.0, 0.99, 0.98),
+    probe=(0.98, 0.95),
+)
+LABEL_METRICS = (
+    LABEL_AGREEMENT,
+    Metric(
+        "max_probability_difference",
+        "lower",
+        "largest difference of a label's score",
+        limits=(1e-05, 0.05, 0.15),
+        probe=(0.1, 0.4),
+        is_rounded=True,
+    ),
+    Metric(
+        "confidence_shift",
+        "lower",
+        "difference of the mean score of the first label",
+        limits=(1e-05, 0.005, 0.02),
+        probe=(0.005, 0.03),
+        is_rounded=True,
+    ),
+)
 
 
 class Choices(NamedTuple):

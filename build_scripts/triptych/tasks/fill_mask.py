@@ -12,12 +12,22 @@ from triptych.tasks.classes import (
     top_k,
 )
 from triptych.tasks.compare import (
+    LABEL_AGREEMENT,
     compare_tokens,
 )
 from triptych.tasks.labeled import (
     TOKEN_ACCURACY,
 )
+from triptych.tasks.metric import Metric
 from triptych.tasks.task import TEXT, Task
+
+_TOP_K_OVERLAP = Metric(
+    "top_k_overlap",
+    "higher",
+    "fraction of the reference's tokens that are returned",
+    limits=(1.0, 0.95, 0.9),
+    probe=(0.95, 0.85),
+)
 
 
 def _check(info: ModelInfo) -> None:
@@ -37,7 +47,7 @@ TASK = Task(
     rows="rows_text.MaskRowMaker",
     decode="decode_rows.MaskDecoder",
     core=lambda info, _: choosing_core("AutoModelForMaskedLM", "mask", MAX_TOP_K),
-    metrics=("top_k_overlap", "label_agreement"),
+    metrics=(_TOP_K_OVERLAP, LABEL_AGREEMENT),
     compare_outputs=compare_tokens,
     labeled=TOKEN_ACCURACY,
     parameters=lambda info: top_k(MAX_TOP_K, default=5),

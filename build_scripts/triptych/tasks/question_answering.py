@@ -11,7 +11,23 @@ from triptych.tasks.compare import (
 from triptych.tasks.labeled import (
     ANSWER_F1,
 )
+from triptych.tasks.metric import Metric
 from triptych.tasks.task import TEXT, TEXT_PAIR, Core, Rule, Task, View
+
+_EXACT_MATCH = Metric(
+    "exact_match",
+    "higher",
+    "same answer at the same position",
+    limits=(1.0, 0.98, 0.95),
+    probe=(0.96, 0.9),
+)
+_ANSWER_F1 = Metric(
+    "answer_f1",
+    "higher",
+    "F1 of the answers' words against the reference's",
+    limits=(1.0, 0.99, 0.97),
+    probe=(0.98, 0.93),
+)
 
 _CORE = Core(
     "AutoModelForQuestionAnswering",
@@ -44,7 +60,7 @@ TASK = Task(
     decode="decode_answers.AnswerDecoder",
     pairs=True,
     core=lambda info, _: _CORE,
-    metrics=("exact_match", "answer_f1"),
+    metrics=(_EXACT_MATCH, _ANSWER_F1),
     compare_outputs=compare_answers,
     labeled=ANSWER_F1,
     parameters=lambda info: {

@@ -16,8 +16,24 @@ from triptych.tasks.compare import (
 from triptych.tasks.labeled import (
     RECIPROCAL_RANK,
 )
+from triptych.tasks.metric import Metric
 from triptych.tasks.prompts import prompt_rule, prompt_settings
 from triptych.tasks.task import TEXT, TEXT_PAIR, Core, Parameters, Task
+
+_RANK_CORRELATION = Metric(
+    "rank_correlation",
+    "higher",
+    "Spearman of the scores",
+    limits=(0.9999, 0.999, 0.99),
+    probe=(0.999, 0.98),
+)
+_TOP1_AGREEMENT = Metric(
+    "top1_agreement",
+    "higher",
+    "queries with the same first passage",
+    limits=(1.0, 0.98, 0.95),
+    probe=(0.95, 0.9),
+)
 
 _RELEVANCE = Tensor("relevance", "FP32", (1,))
 
@@ -49,7 +65,7 @@ TASK = Task(
     decode="decode_rows.ScoreDecoder",
     pairs=True,
     core=lambda info, _: Core(SEQUENCE_CLASSIFIER, "row", "scores", (_RELEVANCE,), info.relevance),
-    metrics=("rank_correlation", "top1_agreement"),
+    metrics=(_RANK_CORRELATION, _TOP1_AGREEMENT),
     compare_outputs=compare_scores,
     labeled=RECIPROCAL_RANK,
     parameters=prompt_rule,

@@ -124,7 +124,7 @@ class Elements(Results):
     @property
     def metrics(self) -> tuple[str, ...]:
         if self.meaning == "vector":
-            return COSINES
+            return tuple(metric.name for metric in COSINES)
         several = self.meaning == "classes" and self.outputs[0].dims != (1,)
         return ("label_agreement",) if several else ()
 

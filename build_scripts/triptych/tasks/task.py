@@ -10,6 +10,7 @@ from triptych.base.tensors import DType, Tensor
 from triptych.models.info import Activation, Loader, ModelInfo
 from triptych.tasks.compare import Compare, Comparison, Outputs
 from triptych.tasks.labeled import LabeledMetric
+from triptych.tasks.metric import Metric
 from triptych.tasks.results import BestClasses, Elements, Results
 
 Reads = Literal["pooled", "row", "mask", "tokens", "image", "graph"]
@@ -124,7 +125,7 @@ class Task:
         rows: Module and class in `triptych.runtime` of the batch encoder.
         decode: Module and class in `triptych.runtime` of the decoder.
         core: Returns the core for a model and the pipeline's parameters.
-        metrics: Names in `accuracy.METRICS` besides those of the core.
+        metrics: Metrics besides `metric.CORE_METRICS`.
         compare_outputs: Computes the metrics of decoded outputs.
         labeled: Measure on labeled rows; None if there can be none.
         decodes_answers: Whether the gate compares decoded outputs. If only the pipeline knows
@@ -151,7 +152,7 @@ class Task:
     rows: str
     decode: str
     core: Callable[[ModelInfo, Parameters], Core]
-    metrics: tuple[str, ...]
+    metrics: tuple[Metric, ...]
     compare_outputs: Compare
     labeled: LabeledMetric | None
     decodes_answers: bool = True

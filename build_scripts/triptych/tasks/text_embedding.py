@@ -10,7 +10,12 @@ from triptych.models.info import ModelInfo
 from triptych.tasks.labeled import (
     SIMILARITY_CORRELATION,
 )
-from triptych.tasks.metrics_vectors import COSINES, NEIGHBORS, compare_vectors
+from triptych.tasks.metrics_vectors import (
+    COSINES,
+    NEIGHBORS,
+    SIMILARITY_RANK_CORRELATION,
+    compare_vectors,
+)
 from triptych.tasks.prompts import prompt_rule, prompt_settings
 from triptych.tasks.task import TEXT, Core, Parameters, Rule, Task, View
 
@@ -47,7 +52,7 @@ TASK = Task(
     rows="rows_text.PlainTextRowMaker",
     decode="decode_rows.EmbeddingDecoder",
     core=_core,
-    metrics=(*COSINES, *NEIGHBORS, "similarity_rank_correlation"),
+    metrics=(*COSINES, *NEIGHBORS, SIMILARITY_RANK_CORRELATION),
     compare_outputs=compare_vectors,
     labeled=SIMILARITY_CORRELATION,
     parameters=_parameters,

@@ -9,12 +9,22 @@ from triptych.tasks.classes import (
     labels,
 )
 from triptych.tasks.compare import (
+    LABEL_AGREEMENT,
     compare_entities,
 )
 from triptych.tasks.labeled import (
     ENTITY_F1,
 )
+from triptych.tasks.metric import Metric
 from triptych.tasks.task import TEXT, Core, Parameters, Rule, Task, View
+
+_ENTITY_F1 = Metric(
+    "entity_f1",
+    "higher",
+    "F1 of entities against the reference's",
+    limits=(1.0, 0.99, 0.97),
+    probe=(0.98, 0.93),
+)
 
 _ENTITY_EXAMPLE = {"entity": "PER", "score": 0.9, "text": "Ada", "start": 0, "end": 3}
 AGGREGATIONS = ("none", "simple", "first", "max", "average")
@@ -36,7 +46,7 @@ TASK = Task(
     rows="rows_spans.OffsetRowMaker",
     decode="decode_entities.EntityDecoder",
     core=_core,
-    metrics=("entity_f1", "label_agreement"),
+    metrics=(_ENTITY_F1, LABEL_AGREEMENT),
     compare_outputs=compare_entities,
     labeled=ENTITY_F1,
     parameters=lambda info: {

@@ -135,7 +135,7 @@ class Gate:
             "code": code_hash(*CODE),
         }
         if plan.info.own is not None:  # the functions make the outputs that the gate compares
-            key |= {"hooks": hash_hooks(inputs), "outputs": plan.task.metrics}
+            key |= {"hooks": hash_hooks(inputs), "outputs": metrics_of(plan.task)}
         if inputs.chain is not None:  # so do the other models
             key |= {"chain": inputs.chain.key, "upstream": inputs.upstream, "name": inputs.model}
         if served and plan.backend.runs_gate:

@@ -45,8 +45,9 @@ from triptych.core.requests import (
 )
 from triptych.repository.records import GateResult, ProbeResult, Verdict, WorstRow
 from triptych.spec.backends import Precision
-from triptych.tasks.accuracy import METRICS, OWN_METRICS, is_lower_better
+from triptych.tasks.accuracy import METRICS, is_lower_better
 from triptych.tasks.labeled import LabeledResult, LabeledRow, compare_labeled
+from triptych.tasks.metric import OWN_METRICS
 from triptych.tasks.results import Expected, RowOutputs
 from triptych.tasks.task import Core
 
