@@ -94,7 +94,11 @@ class GeneratingStages:
 
     def render(self, model: CheckedEngine, options: BuildOptions) -> Rendered:
         """Return the files of the pipeline, with its build manifest."""
-        return render_generating(model, options.repository)
+        name, files = model.spec.name, render_generation(model.inputs)
+        manifest = make_text_manifest(model.inputs, model.gate, hash_files(files, {}))
+        previous = find_manifest(options.repository, name, BuildManifest)
+        files[f"{name}/{MANIFEST_FILE}"] = with_time_of(manifest, previous).as_bytes()
+        return Rendered(files)
 
     def build_engine(self, model: CheckedEngine, options: BuildOptions) -> Sequence[str]:
         """Build nothing, because the engines that generate text load the model's weights."""
@@ -113,15 +117,6 @@ def _not_run(inputs: GeneratingInputs, reason: str = "") -> GateResult:
     if not reason:
         return GateResult(precision, 0, 0, True, (), ())
     return GateResult(precision, 0, 0, False, (), failures, accepted=reason)
-
-
-def render_generating(model: CheckedEngine, repository: Path) -> Rendered:
-    """Return the files of a pipeline, with the manifest of its build into a repository."""
-    name, files = model.spec.name, render_generation(model.inputs)
-    manifest = make_text_manifest(model.inputs, model.gate, hash_files(files, {}))
-    previous = find_manifest(repository, name, BuildManifest)
-    files[f"{name}/{MANIFEST_FILE}"] = with_time_of(manifest, previous).as_bytes()
-    return Rendered(files)
 
 
 def make_text_manifest(
@@ -175,7 +170,8 @@ def build_trial(
         gate = check_generation(inputs, progress)
     else:
         gate = _not_run(inputs, "a trial of `triptych tune`")
-    rendered = render_generating(CheckedEngine(inputs, gate), repository)
+    options = BuildOptions(repository=repository, progress=progress)
+    rendered = GeneratingStages().render(CheckedEngine(inputs, gate), options)
     return tuple(write_models(repository, rendered.files))
 
 

@@ -35,7 +35,7 @@ from triptych.building.generation.render import ENGINES
 from triptych.client import Client, Completion, Generation, InferenceError
 from triptych.client.connection import read_target
 from triptych.core.gate.live import NO_SERVER
-from triptych.core.gate.verify import LiveOptions, with_live_run
+from triptych.core.gate.verify import LiveOptions
 from triptych.repository.manifest import BuildManifest, find_manifest
 from triptych.repository.records import GateResult, LiveRun
 from triptych.runtime.sampling_parameters import ADAPTER, DEFAULTS
@@ -238,18 +238,22 @@ def verify_generation(inputs: GeneratingInputs, options: LiveOptions) -> GateRes
         labeled=judge_labeled(inputs, labeled, texts, [one.text for one in right]),
     )
     faults = tuple(_faults(inputs, wanted, runs))
-    failed = replace(gate, failures=(*faults, *gate.failures), live=LiveRun(faults=faults))
-    return with_live_run(
-        failed,
+    live = LiveRun(
+        faults=faults,
         pipeline=spec.name,
         url=reached.grpc_url,
         clients=clients,
         seconds=seconds,
-        accepted="" if built is None else built.accepted,
         sent=(
             f"{gate.rows} prompts, each alone as a stream and as a whole, and twice with others "
             f"({clients} at a time), in {seconds:.1f} s",
         ),
+    )
+    return replace(
+        gate,
+        failures=(*faults, *gate.failures),
+        live=live,
+        accepted="" if built is None else built.accepted,
     )
 
 

@@ -307,14 +307,13 @@ def verify_pipeline(inputs: PipelineInputs, options: LiveOptions) -> GateResult:
     counts = {} if found.live is None else found.live.counts
     outcomes = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
     batch = "" if runs.mean_batch is None else f", {runs.mean_batch:.1f} rows a batch"
-    return with_live_run(
-        found,
+    live = replace(
+        found.live or LiveRun(),
         pipeline=plan.spec.name,
         url=endpoint,
         clients=clients,
         mean_batch=runs.mean_batch,
         seconds=seconds,
-        accepted="" if manifest is None else manifest.gate.accepted,
         sent=(
             f"{found.rows} rows of the traffic and {found.edge_case_rows} edge-case rows: "
             f"{outcomes}",
@@ -322,34 +321,7 @@ def verify_pipeline(inputs: PipelineInputs, options: LiveOptions) -> GateResult:
             f"{seconds:.1f} s",
         ),
     )
-
-
-def with_live_run(
-    found: GateResult,
-    *,
-    pipeline: str,
-    url: str,
-    clients: int,
-    seconds: float,
-    accepted: str,
-    sent: tuple[str, ...],
-    mean_batch: float | None = None,
-) -> GateResult:
-    """Return the result with the data of its live run.
-
-    The arguments are fields of `LiveRun`, except for `accepted`: the reason why a failed gate did
-    not stop the build that is served.
-    """
-    live = replace(
-        found.live or LiveRun(),
-        pipeline=pipeline,
-        url=url,
-        clients=clients,
-        mean_batch=mean_batch,
-        seconds=seconds,
-        sent=sent,
-    )
-    return replace(found, live=live, accepted=accepted)
+    return replace(found, live=live, accepted="" if manifest is None else manifest.gate.accepted)
 
 
 def verification_data(result: GateResult) -> dict[str, Any]:
