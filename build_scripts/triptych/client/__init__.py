@@ -9,7 +9,6 @@ from triptych.client.connection import KeepAlive, Tls
 from triptych.client.errors import (
     AccessDeniedError,
     BatchFailedError,
-    BatchNeighborError,
     CanceledError,
     DeadlineExceededError,
     InferenceError,
@@ -34,7 +33,6 @@ __all__ = [
     "AsyncClient",
     "AsyncGeneration",
     "BatchFailedError",
-    "BatchNeighborError",
     "CanceledError",
     "Choice",
     "Chunk",

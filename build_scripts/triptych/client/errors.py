@@ -66,14 +66,6 @@ class OverloadedError(InferenceError):
     again_s: float = 0.0
 
 
-class BatchNeighborError(InferenceError):
-    """A malformed request of another client failed the batch; the request is sent again unchanged.
-
-    Triton checks the lengths in a text input only when it passes a whole batch to a Python step.
-    The client's own lengths are correct.
-    """
-
-
 class DeadlineExceededError(InferenceError):
     """The deadline passed; requests in flight were canceled."""
 
@@ -146,7 +138,8 @@ _TEXTS: tuple[tuple[str, str, type[InferenceError]], ...] = (
     ("INVALID_ARGUMENT", "_core'. got input(s)", PipelineNotReadyError),
     ("INVALID_ARGUMENT", "_postprocess'. got input(s)", PipelineNotReadyError),
     ("RESOURCE_EXHAUSTED", "message larger than max", InvalidRequestError),
-    ("INVALID_ARGUMENT", "incomplete string data", BatchNeighborError),
+    # Triton checks the lengths of texts only as it passes a whole batch to a Python step.
+    ("INVALID_ARGUMENT", "incomplete string data", BatchFailedError),
     # The core returned fewer rows than the requests of a batch have.
     ("UNIMPLEMENTED", "failed to split the output tensor", BatchFailedError),
 )

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from triptych.client.errors import (
     BatchFailedError,
-    BatchNeighborError,
     DeadlineExceededError,
     InferenceError,
     InvalidRequestError,
@@ -41,8 +40,6 @@ END_S = 0.1
 Triton 24.10 may abort (``ASSERTION FAILED: prior > 0``) if a request is canceled as it ends.
 """
 _QUEUE_GRACE_S = 0.25
-_MAX_BATCH_ATTEMPTS = 20
-"""Maximum number of attempts of a request that fails with the other requests of its batch."""
 # With these limits, requests of up to 8 rows of real texts of mixed length had 15 % padding, up to
 # 32 rows 25 %; with sorting alone 19 % and 67 %. The 16-byte slack lets very short rows share a
 # request whatever their relative length.
@@ -256,9 +253,6 @@ class Work:
             self._waiting.extendleft(Portion(half) for half in halves)
             return
         tried = (*portion.tried, error.address)
-        if isinstance(error, BatchNeighborError) and len(tried) < _MAX_BATCH_ATTEMPTS:
-            self._waiting.appendleft(replace(portion, tried=tried))
-            return
         if isinstance(error, PipelineFailedError) and (
             self._keep_going or isinstance(error, BatchFailedError)
         ):

@@ -13,7 +13,6 @@ from pydantic_core import to_json
 from triptych.client import (
     AccessDeniedError,
     BatchFailedError,
-    BatchNeighborError,
     CanceledError,
     DeadlineExceededError,
     InferenceError,
@@ -100,7 +99,6 @@ _STATUSES: dict[type[InferenceError], tuple[int, str]] = {
     PipelineNotReadyError: (503, "pipeline_not_ready"),
     ServerUnreachableError: (503, "server_unreachable"),
     CanceledError: (503, "canceled"),
-    BatchNeighborError: (503, "batch_neighbor"),
     DeadlineExceededError: (504, "deadline_exceeded"),
 }
 RETRY_S = 1.0

@@ -18,7 +18,6 @@ import numpy as np
 from triptych.base.errors import UserError
 from triptych.client import (
     AsyncClient,
-    BatchNeighborError,
     CanceledError,
     Completion,
     DeadlineExceededError,
@@ -52,19 +51,13 @@ SPOOLED = "triptych-stdin-"
 """Start of the name of the folder that holds a copy of standard input."""
 
 _UNREACHABLE_ERRORS = (ServerUnreachableError, PipelineNotReadyError, CanceledError)
-_ROW_ERRORS = (
-    PipelineFailedError,
-    DeadlineExceededError,
-    BatchNeighborError,
-    InvalidRequestError,
-)
-_BATCH_ERRORS = (PipelineFailedError, BatchNeighborError)
-"""Row errors that fail every row of a batch on the server."""
+_ROW_ERRORS = (PipelineFailedError, DeadlineExceededError, InvalidRequestError)
 _PAUSE_S = 1.0
 _MIN_FAILED_ROWS = 32
 """Number of rows without any result from which the rows are not to blame."""
-_RETRY = Retry(attempts=1_000_000)
-"""Retry policy: a full queue is retried until the deadline, a lost server within the budget."""
+_RETRY = Retry(attempts=1_000_000, longest_pause_s=0.1, budget_share=1.0)
+"""Retry policy: a full queue is retried until the deadline, a lost server within the budget, and
+each row of a failed batch alone, soon after it."""
 _CHUNK_BATCHES = 8
 """Size of a chunk in batches, among which rows of similar length are found."""
 _MAX_TEXT_REQUESTS = 32
@@ -374,26 +367,23 @@ class TensorSender:
     async def _send_with_retries(
         self, rows: Sequence[Mapping[str, Any]], parameters: Mapping[str, Parameter]
     ) -> list[RowResult]:
-        results: list[RowResult] = []
+        failed: Sequence[int] = range(len(rows))
         try:
             async with self.lock.shared():
                 results = await self._send(rows, parameters)
+            failed = [at for at in failed if isinstance(results[at], PipelineFailedError)]
         except _ROW_ERRORS as error:
-            if len(rows) == 1:
-                return [error]
-        # One row may have failed the others, so send each alone; stop if none of many succeeds.
-        for row in rows[len(results) :]:
-            results += await self._send_with_retries([row], parameters)
-            errors = [result for result in results if isinstance(result, InferenceError)]
-            if len(errors) == len(results) == _MIN_FAILED_ROWS:
-                raise errors[0]
-        failed = [row for row, result in enumerate(results) if isinstance(result, _BATCH_ERRORS)]
+            results = [error] * len(rows)
         if failed and len(rows) > 1:
-            # A row of another chunk in the same batch on the server may be the cause.
+            # Other rows of the run may be the cause, so send each alone; stop if none succeeds.
             async with self.lock.exclusive():
-                for index in failed:
+                for count, index in enumerate(failed, 1):
                     with suppress(*_ROW_ERRORS):
                         results[index : index + 1] = await self._send([rows[index]], parameters)
+                    if count == _MIN_FAILED_ROWS:
+                        errors = [each for each in results if isinstance(each, InferenceError)]
+                        if len(errors) == len(rows):
+                            raise errors[0]
         return results
 
     async def _send(
