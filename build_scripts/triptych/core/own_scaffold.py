@@ -7,9 +7,8 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from triptych.base.errors import UserError
-from triptych.base.onnx_edges import to_served
-from triptych.base.onnx_graph import MODEL_FILE, interface_of, read_model
+from triptych.base.onnx_graph import MODEL_FILE
+from triptych.core.export.own_graph import read_served
 from triptych.core.export.own_ranges import find_ranges
 from triptych.spec.scaffold_graph import Described
 
@@ -44,16 +43,7 @@ def describe_model(file: Path, factory: str) -> Described:
 
 
 def _describe_graph(file: Path) -> Described:
-    try:
-        model = read_model(file, weights=False)
-        to_served(model)
-        graph = interface_of(model)
-    except Exception as error:  # protobuf's error, or that of the file
-        given = f"{file}: {' '.join(str(error).split())[:200]}"
-        remedy = "Correct the path, or export the model again"
-        raise UserError(
-            "--model", "must be a readable ONNX file", given=given, remedy=remedy
-        ) from error
+    model, graph = read_served(file, "--model")
     bounds = find_ranges(model, negative=False).bounds
     ranges = {
         name: (float(np.max(low)), float(np.min(high))) for name, (low, high) in bounds.items()

@@ -78,6 +78,25 @@ class OwnGraph:
     outputs: tuple[Tensor, ...]
 
 
+def read_served(file: Path, field: str) -> tuple[Any, GraphInterface]:
+    """Return an ONNX file in the form of a core, without its weights, and its interface.
+
+    Raises:
+        UserError: The file, which `field` names, cannot be read.
+    """
+    try:
+        model = read_model(file, weights=False)
+        to_served(model)
+        return model, interface_of(model)
+    except Exception as error:  # protobuf's error, or that of the file
+        raise UserError(
+            field,
+            "must be a readable ONNX file",
+            given=f"{file}: {' '.join(str(error).split())[:200]}",
+            remedy="Correct the path, or export the model again",
+        ) from error
+
+
 def read_graph(spec: ModelSpec) -> OwnGraph:
     """Read the interface of the graph that a spec names.
 
@@ -85,17 +104,7 @@ def read_graph(spec: ModelSpec) -> OwnGraph:
         UserError: The file cannot be read, or its graph has no batch axis or unsupported types.
     """
     file = spec.model_file
-    try:
-        model = read_model(file, weights=False)
-        to_served(model)
-        graph = interface_of(model)
-    except Exception as error:  # protobuf's error, or that of the file
-        raise UserError(
-            "model.onnx",
-            "must be a readable ONNX file",
-            given=f"{file}: {' '.join(str(error).split())[:200]}",
-            remedy="Correct the path, which is relative to the folder of the pipeline",
-        ) from error
+    model, graph = read_served(file, "model.onnx")
     if not graph.inputs:
         raise UserError(
             "model.onnx", "must have an input", given="none", remedy="Export it with its inputs"
