@@ -325,25 +325,9 @@ def test_generated_requests_fit_the_published_documents(served: dict[str, Any]) 
 
 
 @pytest.mark.long
-def test_clients_of_vendors_work_unchanged(served: dict[str, Any]) -> None:
-    texts = TEXTS[:10]
-    printed = run_with_clients("gateway_clients.py", served["api"], json.dumps(texts))
-    found = json.loads(printed.splitlines()[-1])
-    with Client("minilm", served["grpc"]) as client:
-        wanted = client.embed(texts)
-    assert len(found["vectors"]) == 5
-    for name, vectors in found["vectors"].items():
-        assert np.abs(np.array(vectors) - wanted).max() < 1e-5, name
-    with Client("ranks", served["grpc"]) as client:
-        order = [each.index for each in client.rerank("refund", texts)]
-    assert len(found["orders"]) == 4
-    for name, indexes in found["orders"].items():
-        assert indexes == order, name
-
-
-@pytest.mark.long
 def test_suites_of_others_pass(served: dict[str, Any]) -> None:
-    assert " passed" in run_with_clients("gateway_suites.py", served["api"], "texts")
+    triton = served["http"], served["grpc"]
+    assert " passed" in run_with_clients("gateway_suites.py", served["api"], "texts", *triton)
 
 
 @pytest.mark.long

@@ -1,9 +1,11 @@
 """Suites and clients of others, unchanged, against a gateway; pytest collects them here.
 
 ``python gateway_suites.py ADDRESS KIND`` runs in an environment of `gateway_clients.txt`, with the
-pipelines of the gateway's tests. KIND is ``texts``, or ``chat`` for those that generate text.
+pipelines of the gateway's tests. KIND is ``texts``, or ``chat`` for those that generate text. The
+addresses of HTTP and gRPC of a Triton server with ``texts`` follow.
 """
 
+import json
 import os
 import sys
 from typing import Any
@@ -19,6 +21,7 @@ from haystack.dataclasses import ChatMessage, Document
 from haystack.utils import Secret
 from haystack_integrations.components.rankers.cohere import CohereRanker
 from huggingface_hub import InferenceClient
+from kserve import InferenceGRPCClient, InferenceRESTClient, InferInput, InferRequest, RESTConfig
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from langchain_tests.integration_tests import ChatModelIntegrationTests, EmbeddingsIntegrationTests
 from llama_index.core.llms import ChatMessage as LlamaMessage
@@ -30,6 +33,7 @@ from llama_index.llms.openai_like import OpenAILike
 KEY = "none"
 ADDRESS = os.environ.get("GATEWAY_ADDRESS", "")
 API = f"{ADDRESS}/v1"
+TRITON = os.environ.get("TRITON_ADDRESSES", " ").split(" ")
 TEXTS = ["my delivery is late", "refunds take a week", "where is my parcel?"]
 NO_CALLS = "the engine of the tests repeats the prompt and calls no tool"
 NO_SCHEMA = "the engine of the tests follows no schema, and the gateway says so"
@@ -93,6 +97,7 @@ def same(found: Any) -> bool:
 
 def test_embeddings_of_texts() -> None:
     made = litellm.embedding(model="openai/minilm", input=TEXTS, api_base=API, api_key=KEY)
+    assert made.usage.prompt_tokens > len(TEXTS)
     assert same([each["embedding"] for each in made.data])
     llama = OpenAILikeEmbedding(model_name="minilm", api_base=API, api_key=KEY)
     assert same(llama.get_text_embedding_batch(TEXTS))
@@ -103,6 +108,31 @@ def test_embeddings_of_texts() -> None:
     key = Secret.from_token(KEY)
     haystack = OpenAITextEmbedder(api_key=key, model="minilm", api_base_url=API)
     assert same([haystack.run(text)["embedding"] for text in TEXTS])
+
+
+async def test_kserve_of_texts() -> None:
+    rest, grpc = InferenceRESTClient(RESTConfig(protocol="v2")), InferenceGRPCClient(TRITON[1])
+    url = f"http://{TRITON[0]}"
+    assert await grpc.is_server_ready()
+    with pytest.raises(json.JSONDecodeError):  # Triton's answer has no body
+        await rest.is_server_ready(url)
+    for ready in (rest.is_model_ready(url, "minilm"), grpc.is_model_ready("minilm")):
+        assert await ready
+
+    def make(is_binary: bool, size: int) -> InferRequest:
+        sent = InferInput("text", [len(TEXTS), 1], "BYTES")
+        sent.set_data_from_numpy(np.array(TEXTS, object)[:, None], binary_data=is_binary)
+        return InferRequest("minilm", [sent], parameters={"dimensions": size})
+
+    for is_binary, size in ((False, 384), (True, 384), (True, 8), (False, 8)):
+        over_http = await rest.infer(url, make(is_binary, size), model_name="minilm")
+        over_grpc = await grpc.infer(make(is_binary, size))
+        one, other = (each.outputs[0].as_numpy() for each in (over_http, over_grpc))
+        assert one.shape == (len(TEXTS), size)
+        assert np.abs(one - other).max() < 1e-6
+        assert size == 8 or same(one)
+    await rest.close()
+    await grpc.close()
 
 
 def test_tasks_of_hugging_face_with_texts() -> None:
@@ -199,6 +229,7 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 
 if __name__ == "__main__":
     os.environ["GATEWAY_ADDRESS"] = sys.argv[1]
+    os.environ["TRITON_ADDRESSES"] = " ".join(sys.argv[3:])
     options = [
         "-q",
         "-ra",

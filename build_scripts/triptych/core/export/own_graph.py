@@ -78,7 +78,7 @@ class OwnGraph:
     outputs: tuple[Tensor, ...]
 
 
-def read_served(file: Path, field: str) -> tuple[Any, GraphInterface]:
+def read_served(file: Path, field: str) -> tuple[onnx.ModelProto, GraphInterface]:
     """Return an ONNX file in the form of a core, without its weights, and its interface.
 
     Raises:
