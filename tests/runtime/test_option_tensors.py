@@ -31,7 +31,7 @@ class FakeTensor:
         return self._rows
 
 
-def read(parameters: str = "{}", /, **tensors: FakeTensor) -> Any:
+def read(parameters: str = "{}", /, **tensors: Any) -> Any:
     return check_parameters(add_options(parameters, tensors, RULES), RULES, {})
 
 

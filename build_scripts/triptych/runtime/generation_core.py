@@ -89,7 +89,12 @@ class _RequestStream:
     begun_at = math.inf
 
     def __init__(
-        self, sender: Any, opening: Opening, cancel_at: str, name: str = "", tokens: int = 1
+        self,
+        sender: pb_utils.InferenceResponseSender,
+        opening: Opening,
+        cancel_at: str,
+        name: str = "",
+        tokens: int = 1,
     ) -> None:
         self.key = secrets.token_hex(16)
         self.name = name if len(name) >= MIN_NAME else None
@@ -102,7 +107,9 @@ class _RequestStream:
         self._opening: Opening | None = opening
         self._cancel_at = cancel_at
 
-    def chunk(self, place: Place, delta: Delta, *, finish: str = "", error: str = "") -> Any:
+    def chunk(
+        self, place: Place, delta: Delta, *, finish: str = "", error: str = ""
+    ) -> pb_utils.InferenceResponse:
         """Return the next response."""
         self.sent_at = time.monotonic()
         self.number = place.number
@@ -149,7 +156,9 @@ class TritonPythonModel:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._keys: dict[str, str] = {}  # by the name of the request
         self._early: dict[str, float] = {}  # time of cancellation, by names not known yet
-        self._outbox: SimpleQueue[tuple[Any, Any] | None] = SimpleQueue()
+        self._outbox: SimpleQueue[
+            tuple[pb_utils.InferenceResponseSender, pb_utils.InferenceResponse | None] | None
+        ] = SimpleQueue()
         self._inbox = CancelInbox(self._receive_cancel)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="engine", daemon=True).start()
@@ -160,7 +169,7 @@ class TritonPythonModel:
         make_private()
         survive_overflow(args["model_config"])
 
-    def execute(self, requests: Sequence[Any]) -> None:
+    def execute(self, requests: Sequence[pb_utils.InferenceRequest]) -> None:
         """Pass each request to the engine; an invalid request gets its own error."""
         for request in requests:
             sender = request.get_response_sender()

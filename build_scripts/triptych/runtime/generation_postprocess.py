@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -46,7 +45,7 @@ class _Answer:
         self._tokens = self._cached_tokens = 0
         self._unsent_text = ""
         self._unsent_ids: list[int] = []
-        self._unsent_logprobs: list[dict[str, Any]] = []
+        self._unsent_logprobs: list[dict[str, object]] = []
         self.checked_at = -math.inf
 
     @property
@@ -75,7 +74,7 @@ class _Answer:
             self._unsent_text += self._stops.finish()
         return chunk.finish
 
-    def response(self, finish: str) -> Any | None:
+    def response(self, finish: str) -> pb_utils.InferenceResponse | None:
         """Return the next response; None if there is nothing to send."""
         if not finish and (not self._opening.stream or not self._unsent_ids):
             return None
@@ -120,11 +119,11 @@ class _Answer:
 
     def _logprob(
         self, token: int, value: float, likeliest: Sequence[tuple[int, float]]
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         top = [self._token_logprob(*entry) for entry in likeliest]
         return {**self._token_logprob(token, value), "top_logprobs": top}
 
-    def _token_logprob(self, token: int, value: float) -> dict[str, Any]:
+    def _token_logprob(self, token: int, value: float) -> dict[str, object]:
         text = self._tokenizer.decode([token], skip_special_tokens=False)
         return {"token_id": token, "token": text, "logprob": value}
 
@@ -140,7 +139,7 @@ class TritonPythonModel:
         make_private()
         survive_overflow(args["model_config"])
 
-    def execute(self, requests: Sequence[Any]) -> None:
+    def execute(self, requests: Sequence[pb_utils.InferenceRequest]) -> None:
         """Process every chunk; an invalid chunk ends only its own request."""
         for request in requests:
             sender = request.get_response_sender()
@@ -153,7 +152,9 @@ class TritonPythonModel:
             else:
                 sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
-    def _take(self, request: Any, sender: Any) -> Any | None:
+    def _take(
+        self, request: pb_utils.InferenceRequest, sender: pb_utils.InferenceResponseSender
+    ) -> pb_utils.InferenceResponse | None:
         inputs = read_inputs(request)
         chunk = CoreChunk.unpack(inputs["chunk"].as_numpy().ravel()[0])
         try:
@@ -162,7 +163,9 @@ class TritonPythonModel:
             # The core has received by then that the client has left.
             self._in_flight.acknowledge(*chunk.place)
 
-    def _respond(self, chunk: CoreChunk, ids: list[int], sender: Any) -> Any | None:
+    def _respond(
+        self, chunk: CoreChunk, ids: list[int], sender: pb_utils.InferenceResponseSender
+    ) -> pb_utils.InferenceResponse | None:
         if chunk.opening is not None:
             self._answers[chunk.key] = _Answer(self._tokenizer, chunk.opening)
         answer = self._answers.get(chunk.key)
@@ -188,7 +191,9 @@ class TritonPythonModel:
             del self._answers[chunk.key]
         return answer.response(finish)
 
-    def _has_left(self, answer: _Answer, sender: Any, *, now: bool) -> bool:
+    def _has_left(
+        self, answer: _Answer, sender: pb_utils.InferenceResponseSender, *, now: bool
+    ) -> bool:
         """Return whether the client has left; checked `now`, or after `CLIENT_CHECK_S`."""
         time_s = time.monotonic()
         if not now and time_s - answer.checked_at < CLIENT_CHECK_S:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -40,11 +39,13 @@ class TritonPythonModel:
         self._errors = PreprocessErrors(settings["pipeline"])
         make_private()
 
-    def execute(self, requests: Sequence[Any]) -> list[Any]:
+    def execute(
+        self, requests: Sequence[pb_utils.InferenceRequest]
+    ) -> list[pb_utils.InferenceResponse]:
         """Return a response to every request; an invalid request gets its own error."""
         return [self._respond(request) for request in requests]
 
-    def _respond(self, request: Any) -> Any:
+    def _respond(self, request: pb_utils.InferenceRequest) -> pb_utils.InferenceResponse:
         try:
             inputs = read_inputs(request)
             cancel = self._text(inputs, CANCEL)

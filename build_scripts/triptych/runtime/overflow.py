@@ -92,7 +92,7 @@ def _check_shapes_of_texts() -> None:
     pb_utils.deserialize_bytes_tensor = deserialize_texts
 
 
-class _Texts(np.ndarray[Any, Any]):
+class _Texts(np.ndarray[Any, np.dtype[np.object_]]):
     """Texts of a BYTES tensor, before the stub gives them their shape."""
 
     def reshape(self, shape: Any) -> NDArray[np.generic]:  # type: ignore[override]

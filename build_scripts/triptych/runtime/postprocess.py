@@ -67,11 +67,13 @@ class TritonPythonModel:
         if self._samples is not None:
             self._samples.close()
 
-    def execute(self, requests: Sequence[Any]) -> list[Any]:
+    def execute(
+        self, requests: Sequence[pb_utils.InferenceRequest]
+    ) -> list[pb_utils.InferenceResponse]:
         """Return a response to every request; an invalid request gets its own error."""
         return [self._respond(request) for request in requests]
 
-    def _respond(self, request: Any) -> Any:
+    def _respond(self, request: pb_utils.InferenceRequest) -> pb_utils.InferenceResponse:
         ticket: Sequence[int] = NO_TICKET
         try:
             inputs = read_inputs(request)

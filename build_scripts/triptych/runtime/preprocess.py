@@ -52,7 +52,7 @@ class Job:
         is_newest: Whether flow control chose the request as the newest one.
     """
 
-    request: Any
+    request: pb_utils.InferenceRequest
     index: int
     inputs: RowInputs
     options: str
@@ -135,9 +135,11 @@ class TritonPythonModel:
         self._rows_read = self._rows_made = 1  # in all requests so far
         self._making = threading.Lock()
 
-    def execute(self, requests: Sequence[Any]) -> list[Any]:
+    def execute(
+        self, requests: Sequence[pb_utils.InferenceRequest]
+    ) -> list[pb_utils.InferenceResponse | None]:
         """Return a response to every request; an invalid request gets its own error."""
-        responses: list[Any] = [None] * len(requests)
+        responses: list[pb_utils.InferenceResponse | None] = [None] * len(requests)
         jobs: list[Job] = []
         for index, request in enumerate(requests):
             try:
@@ -160,9 +162,11 @@ class TritonPythonModel:
                 _send(job, result)
         return responses
 
-    def _make(self, jobs: Sequence[Job]) -> list[tuple[Job, Any]]:
+    def _make(
+        self, jobs: Sequence[Job]
+    ) -> list[tuple[Job, pb_utils.InferenceResponse | Exception]]:
         """Return each job with its response for the core or its error, in the order to send."""
-        results: list[tuple[Job, Any]] = []
+        results: list[tuple[Job, pb_utils.InferenceResponse | Exception]] = []
         rows: dict[int, CoreRows] = {}
         with self._making:  # flow control has a thread of its own
             for index, made in enumerate(self._maker.make([job.inputs for job in jobs])):
@@ -179,7 +183,7 @@ class TritonPythonModel:
         if self._row_tokens is not None:
             self._row_tokens.flush()
 
-    def _read(self, index: int, request: Any) -> Job:
+    def _read(self, index: int, request: pb_utils.InferenceRequest) -> Job:
         inputs, given, options = read_inputs(request), request.parameters(), ""
         if self._refuse is not None:
             self._refuse(given, self._rules)
@@ -214,7 +218,7 @@ class TritonPythonModel:
             for field in self._fields
         }
 
-    def _respond(self, job: Job, core_rows: CoreRows) -> Any:
+    def _respond(self, job: Job, core_rows: CoreRows) -> pb_utils.InferenceResponse:
         count = core_rows.row_count
         self._rows_read += len(job.inputs.columns[self._fields[0]])
         self._rows_made += count
@@ -233,9 +237,9 @@ class TritonPythonModel:
         return pb_utils.InferenceResponse([pb_utils.Tensor(*each) for each in tensors.items()])
 
 
-def _response(result: Any) -> Any:
+def _response(result: pb_utils.InferenceResponse | Exception) -> pb_utils.InferenceResponse:
     return error_response(result) if isinstance(result, Exception) else result
 
 
-def _send(job: Job, result: Any) -> None:
+def _send(job: Job, result: pb_utils.InferenceResponse | Exception) -> None:
     send(job.sender, _response(result))

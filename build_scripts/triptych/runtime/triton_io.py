@@ -15,9 +15,9 @@ from .request_errors import InternalError, RequestError, StepError
 try:
     import triton_python_backend_utils as pb_utils
 except ImportError:  # a build reads parameters without a server
-    pb_utils = None
+    pb_utils = None  # type: ignore[assignment]
 
-Inputs = Mapping[str, Any]
+Inputs = Mapping[str, "pb_utils.Tensor"]
 MAX_MESSAGE = 4000
 TEXTS_A_REQUEST = 8
 """Maximum total size of a request's texts, as a multiple of the limit of one text."""
@@ -40,7 +40,7 @@ def read_settings(folder: Path, model_config: str = "{}") -> dict[str, Any]:
     return {**settings, **json.loads(changed.get("string_value", "{}"))}
 
 
-def error_response(error: Exception) -> Any:
+def error_response(error: Exception) -> pb_utils.InferenceResponse:
     """Return a response that fails its own request, with the status of the error's kind."""
     known = error if isinstance(error, StepError) else InternalError(error)
     # A hook's message may have a lone surrogate or megabytes, which would fail a whole batch.
@@ -49,7 +49,7 @@ def error_response(error: Exception) -> Any:
     return pb_utils.InferenceResponse(output_tensors=[], error=failure)
 
 
-def send(sender: Any, response: Any) -> None:
+def send(sender: pb_utils.InferenceResponseSender, response: pb_utils.InferenceResponse) -> None:
     """Send the response of a request immediately, before the other responses of its batch."""
     sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
@@ -105,7 +105,7 @@ def read_bytes(inputs: Inputs, field: str) -> list[bytes]:
     return values
 
 
-def read_inputs(request: Any) -> Inputs:
+def read_inputs(request: pb_utils.InferenceRequest) -> Inputs:
     """Return a request's tensors by name. Call it once per request, as Triton copies them all."""
     return {tensor.name(): tensor for tensor in request.inputs()}
 
