@@ -36,7 +36,7 @@ class ExplainedValue:
     reason: str
 
 
-def plain(node: Any) -> Any:
+def plain(node: object) -> Any:
     """Return the data without reasons."""
     if isinstance(node, ExplainedValue):
         return plain(node.value)
@@ -45,7 +45,7 @@ def plain(node: Any) -> Any:
     return [plain(value) for value in node] if isinstance(node, (list, tuple)) else node
 
 
-def reasons_of(node: Any, path: str = "") -> Iterator[tuple[str, Any, str]]:
+def reasons_of(node: object, path: str = "") -> Iterator[tuple[str, Any, str]]:
     """Dotted path, value and reason of everything that has one, in the order of the document."""
     if isinstance(node, ExplainedValue):
         yield path, plain(node.value), node.reason
@@ -69,7 +69,7 @@ def map_value(function: Callable[[Any], Any]) -> Callable[[ExplainedValue], Expl
     return lambda explained: ExplainedValue(function(explained.value), explained.reason)
 
 
-def render_yaml(template: Path, **values: Any) -> Any:
+def render_yaml(template: Path, **values: object) -> Any:
     """Return the data of a YAML template, with `ExplainedValue` where it has comments.
 
     Raises:
@@ -79,7 +79,7 @@ def render_yaml(template: Path, **values: Any) -> Any:
     return parse_yaml(_render(template, values))
 
 
-def render_files(template: Path, **values: Any) -> dict[str, Any]:
+def render_files(template: Path, **values: object) -> dict[str, Any]:
     """Return the data of each file of a template by its path; ``--- # PATH`` begins a file."""
     head, *parts = _FILE.split(_render(template, values))
     if head.strip():
@@ -87,7 +87,7 @@ def render_files(template: Path, **values: Any) -> dict[str, Any]:
     return {path: parse_yaml(text) for path, text in zip(parts[::2], parts[1::2], strict=True)}
 
 
-def _render(template: Path, values: Mapping[str, Any]) -> str:
+def _render(template: Path, values: Mapping[str, object]) -> str:
     return _environment(template.parent).get_template(template.name).render(values)
 
 
@@ -113,7 +113,7 @@ def _environment(folder: Path) -> Environment:
     return environment
 
 
-def _as_yaml(value: Any) -> str:
+def _as_yaml(value: object) -> str:
     if isinstance(value, Raw):
         return value
     if isinstance(value, ExplainedValue):
@@ -169,7 +169,7 @@ class _Explainer:
         return ExplainedValue(value, " ".join(reasons)) if reasons else value
 
 
-def yaml_of(node: Any) -> str:
+def yaml_of(node: object) -> str:
     """Return a YAML document with each reason as a comment above its value."""
     return "\n".join(_lines(node, 0)) + "\n"
 
@@ -206,7 +206,7 @@ def _lines(node: Any, indent: int) -> Iterator[str]:
                 is_first = False
 
 
-def _commented(node: Any, indent: int) -> Generator[str, None, Any]:
+def _commented(node: object, indent: int) -> Generator[str, None, Any]:
     """Yields the comment of a value; returns the value."""
     if isinstance(node, ExplainedValue):
         prefix = " " * indent + "# "
@@ -218,17 +218,17 @@ def _commented(node: Any, indent: int) -> Generator[str, None, Any]:
     return node
 
 
-def _scalar(value: Any) -> str:
+def _scalar(value: object) -> str:
     return _written(plain(value)) if isinstance(value, (Mapping, list, tuple)) else _atom(value)
 
 
 @functools.lru_cache(maxsize=10_000, typed=True)
-def _atom(value: Any) -> str:
+def _atom(value: object) -> str:
     """Return a value that is neither a mapping nor a list, as YAML: most repeat in a document."""
     return _written(value)
 
 
-def _written(value: Any) -> str:
+def _written(value: object) -> str:
     # PyYAML writes YAML 1.1; Kubernetes reads a version such as 0479701e6330 as a number.
     style = "'" if isinstance(value, str) and _NUMBER.fullmatch(value) else None
     text = yaml.safe_dump(value, default_flow_style=True, default_style=style, width=_UNBROKEN)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from html import escape
 from itertools import groupby
 from math import floor, log10
-from typing import Any
 
 from markupsafe import Markup
 
@@ -21,19 +20,19 @@ _LARGEST = 1e300
 _NAMED = {"\n": "↵", "\r": "␍", "\t": "⇥"}
 
 
-def number(value: Any) -> float | None:
+def number(value: object) -> float | None:
     """Return `value` as a finite float that arithmetic cannot overflow, or None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) < _LARGEST else None
 
 
-def plain(text: Any) -> Markup:
+def plain(text: object) -> Markup:
     """Return `text` escaped for HTML, an attribute or SVG, with invisible characters named."""
     return _spelled(str(text), "[{}]")
 
 
-def shown(text: Any, most: int = MAX_TEXT) -> Markup:
+def shown(text: object, most: int = MAX_TEXT) -> Markup:
     """Return the first `most` characters as isolated HTML, with invisible characters named."""
     if text is None:
         return Markup(NOTHING)
@@ -46,7 +45,7 @@ def shown(text: Any, most: int = MAX_TEXT) -> Markup:
     return Markup(f"<bdi>{body}</bdi>{more}")
 
 
-def code(name: Any) -> Markup:
+def code(name: object) -> Markup:
     """Return a name as HTML that may break after underscores, dots and slashes."""
     text = str(plain(name))
     for sign in "_./":
@@ -54,7 +53,7 @@ def code(name: Any) -> Markup:
     return Markup(f"<code>{text}</code>")
 
 
-def figure(value: Any, digits: int = 4) -> str:
+def figure(value: object, digits: int = 4) -> str:
     """Return a number with `digits` decimals, or in powers of ten where decimals are uninformative.
 
     A fraction close to 1 has as many digits as distinguish it from 1.
@@ -72,7 +71,7 @@ def figure(value: Any, digits: int = 4) -> str:
     return f"{given:,.{digits}f}".replace("-", MINUS)
 
 
-def rounded(value: Any) -> str:
+def rounded(value: object) -> str:
     """Return a measured number with three significant digits and all digits before the point."""
     given = number(value)
     if not given:
@@ -84,13 +83,13 @@ def rounded(value: Any) -> str:
     return f"{given:,.{digits}f}".replace("-", MINUS)
 
 
-def milliseconds(us: Any) -> str:
+def milliseconds(us: object) -> str:
     """Return microseconds as a rounded number of milliseconds; below a nanosecond it is 0."""
     given = number(us)
     return rounded(given and (given / 1e3 if abs(given) >= 1e-3 else 0))
 
 
-def percent(share: Any) -> str:
+def percent(share: object) -> str:
     """Return a fraction as ``12 %``, with a decimal below a tenth or above 0.99."""
     given = number(share)
     if given is None:
@@ -110,7 +109,7 @@ def signed(value: float) -> str:
     return f"+{figure(value)}" if value > 0 else figure(value)
 
 
-def figures(value: Any, limit: Any) -> tuple[str, str]:
+def figures(value: object, limit: object) -> tuple[str, str]:
     """Return `value` and `limit` as texts that differ if the numbers do."""
     digits = 4
     texts = figure(value), figure(limit)

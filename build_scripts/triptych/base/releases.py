@@ -158,7 +158,7 @@ def first_release(name: str) -> Release:
     return {one.name: one.release for table in tables for one in table}[name]
 
 
-def fields_newer_than(config: Any, release: Release) -> list[Since]:
+def fields_newer_than(config: object, release: Release) -> list[Since]:
     """Return the fields of `config` that a release does not know and would reject."""
     return [
         field

@@ -196,7 +196,7 @@ def _parts(answer: Answer, rules: Rules) -> Iterator[tuple[str, Any, list[float]
             yield name, [output["shape"], values], []
 
 
-def _without_numbers(value: Any, numbers: list[float]) -> Any:
+def _without_numbers(value: object, numbers: list[float]) -> Any:
     """Return a value of JSON with its fractional numbers moved into `numbers`."""
     if isinstance(value, dict):
         return {name: _without_numbers(each, numbers) for name, each in sorted(value.items())}
@@ -257,7 +257,7 @@ def find_checks(
     return found
 
 
-def make_key(manifest: Mapping[str, Any], device: ServingDevice) -> str:
+def make_key(manifest: Mapping[str, object], device: ServingDevice) -> str:
     """Return the name of the file of a passed check: hashes of the build and of the device."""
     return f"{_hash_build(manifest)}-{hashlib.sha256(device.text.encode()).hexdigest()[:_HASH]}"
 
@@ -285,7 +285,7 @@ class PassedChecks:
             return check.device.is_known and file.lstat().st_uid in (os.geteuid(), 0)
         return False
 
-    def find_devices(self, manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def find_devices(self, manifest: Mapping[str, object]) -> list[dict[str, Any]]:
         """Return the parts of each device on which a build passed, as of `find_device`."""
         devices = []
         for file in sorted(self.folder.glob(f"{_hash_build(manifest)}-*")):

@@ -188,7 +188,7 @@ class PipelineInputs:
         return self if layout == self.plan.layout else self.replanned(layout)
 
 
-def _size_of(row: Mapping[str, Any]) -> int:
+def _size_of(row: Mapping[str, object]) -> int:
     return sum(len(v if isinstance(v, str | bytes) else repr(v)) for v in row.values())
 
 

@@ -95,8 +95,8 @@ class OwnReader:
 
     def request(
         self,
-        sent: Mapping[str, Any],
-        parameters: Mapping[str, Any],
+        sent: Mapping[str, object],
+        parameters: Mapping[str, object],
         preview: str,
         *,
         edge: bool = False,
@@ -121,7 +121,7 @@ class OwnReader:
         return GateRequest(sent, sent, parameters, (), (), edge, preview, columns)
 
     def read_sent(
-        self, sent: Mapping[str, Any], parameters: Mapping[str, Any], preview: str
+        self, sent: Mapping[str, object], parameters: Mapping[str, object], preview: str
     ) -> GateRequest | None:
         """Return a request that a server received, without core rows; None if it is rejected."""
         try:
@@ -145,7 +145,7 @@ class OwnReader:
             if not isinstance(rows, Exception)
         ]
 
-    def key(self, row: Mapping[str, Any]) -> str:
+    def key(self, row: Mapping[str, object]) -> str:
         """Return the hash of a line's inputs, which is equal for equal numbers and defaults.
 
         Raises:
@@ -155,7 +155,7 @@ class OwnReader:
         columns = self.request(sent, {}, "").columns or {}
         return hash_inputs({name: np.asarray(each).tolist() for name, each in columns.items()})
 
-    def encode(self, sent: Mapping[str, Any]) -> dict[str, Any]:
+    def encode(self, sent: Mapping[str, object]) -> dict[str, Any]:
         """Return inputs with numbers and lists as arrays without the batch, for load tests."""
         return {
             name: value
@@ -227,7 +227,7 @@ class OwnReader:
         self,
         maker: OwnRowMaker,
         example: GateRequest,
-        traffic: Sequence[Mapping[str, Any]],
+        traffic: Sequence[Mapping[str, object]],
         names: ModelNames,
     ) -> list[GateRequest]:
         """Return requests with unusual texts and numbers, as far as the pipeline accepts them."""
@@ -238,7 +238,7 @@ class OwnReader:
         return self._synthetic(maker, edges, example.parameters, names)
 
     def device_rows(
-        self, maker: OwnRowMaker, traffic: Sequence[Mapping[str, Any]], names: ModelNames
+        self, maker: OwnRowMaker, traffic: Sequence[Mapping[str, object]], names: ModelNames
     ) -> list[GateRequest]:
         """Return requests without values of the traffic, as far as the pipeline accepts them.
 
@@ -272,7 +272,7 @@ class OwnReader:
         self,
         maker: OwnRowMaker,
         rows: Iterable[tuple[str, Mapping[str, Any]]],
-        parameters: Mapping[str, Any],
+        parameters: Mapping[str, object],
         names: ModelNames,
     ) -> list[GateRequest]:
         """Return the requests of rows, each with its kind, that the pipeline accepts."""
@@ -287,7 +287,9 @@ class OwnReader:
                 requests.append(_with_core(made, core_rows, maker, names))
         return requests
 
-    def _edge_values(self, traffic: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, Any]]:
+    def _edge_values(
+        self, traffic: Sequence[Mapping[str, object]]
+    ) -> Iterator[tuple[str, str, Any]]:
         for name, field in self._spec.inputs.items():
             if field.type == "text" and not field.shape:
                 yield from ((name, kind, text) for kind, text in EDGE_TEXTS.items())
@@ -304,7 +306,7 @@ class OwnReader:
     def _settings(self, info: ModelInfo) -> dict[str, object]:
         return {**self._task.settings(info), "max_core_rows": self._spec.max_rows(PREPROCESS)}
 
-    def _open(self, settings: Mapping[str, Any]) -> OwnRowMaker:
+    def _open(self, settings: Mapping[str, object]) -> OwnRowMaker:
         return OwnRowMaker(settings, self._spec.folder)
 
     def _made(
@@ -325,7 +327,7 @@ class OwnReader:
             remedy="Correct the function, or remove the row from traffic.jsonl",
         )
 
-    def _value(self, name: str, value: Any) -> Any:
+    def _value(self, name: str, value: object) -> Any:
         """Return a value as a client sends it: the content of the file for bytes."""
         if self._spec.inputs[name].type != "bytes":
             return value

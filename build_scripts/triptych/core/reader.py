@@ -125,7 +125,7 @@ class RequestReader:
         return requests
 
     def make_synthetic(
-        self, sent: Mapping[str, str | bytes], parameters: Mapping[str, Any], preview: str
+        self, sent: Mapping[str, str | bytes], parameters: Mapping[str, object], preview: str
     ) -> GateRequest | None:
         """Return a synthetic request without core rows; None if `hooks.before` rejects it."""
         try:
@@ -134,7 +134,7 @@ class RequestReader:
             return None
 
     def read_sent(
-        self, sent: Mapping[str, str | bytes], parameters: Mapping[str, Any], preview: str
+        self, sent: Mapping[str, str | bytes], parameters: Mapping[str, object], preview: str
     ) -> GateRequest | None:
         """Return a request that a server received, without core rows; None if it is rejected."""
         try:
@@ -231,12 +231,12 @@ class RequestReader:
         return f"{self._folder / file}:{line}"
 
 
-def _is_filled(row: Any) -> bool:
+def _is_filled(row: object) -> bool:
     return not isinstance(row, TokenRow) or bool(row.ids)
 
 
 def check_line(
-    where: str, given: Mapping[str, Any], rules: Rules, defaults: Mapping[str, Any]
+    where: str, given: Mapping[str, object], rules: Rules, defaults: Mapping[str, object]
 ) -> Mapping[str, Any]:
     """Return the parameters of a line of a file, with defaults.
 

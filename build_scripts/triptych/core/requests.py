@@ -75,7 +75,7 @@ def rows_of(requests: Iterable[GateRequest]) -> list[Sample]:
     return [row for request in requests for row in request.rows]
 
 
-def by_request(requests: Sequence[GateRequest], values: Sequence[Any]) -> list[list[Any]]:
+def by_request(requests: Sequence[GateRequest], values: Sequence[object]) -> list[list[Any]]:
     """Return `values`, one per core row of all requests, as a list for each request."""
     parts, start = [], 0
     for request in requests:
@@ -107,7 +107,7 @@ def hash_requests(requests: Iterable[GateRequest]) -> str:
     return digest.hexdigest()
 
 
-def hash_inputs(inputs: Mapping[str, Any]) -> str:
+def hash_inputs(inputs: Mapping[str, object]) -> str:
     """Return the hash of a client's inputs, in hex; equal inputs have equal hashes."""
     digest = hashlib.sha256()
     for name, value in sorted(inputs.items()):
@@ -117,7 +117,7 @@ def hash_inputs(inputs: Mapping[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def preview_text(inputs: Mapping[str, Any]) -> str:
+def preview_text(inputs: Mapping[str, object]) -> str:
     """Return a preview of the inputs for tables."""
     texts = [
         f"{len(value)} bytes" if isinstance(value, bytes) else " ".join(str(value).split())

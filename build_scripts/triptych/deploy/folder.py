@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from triptych.base.errors import UserError
 from triptych.base.explained import yaml_of
@@ -19,7 +18,7 @@ from triptych.base.files import (
 _MARK = "# Written by `triptych deploy`; put changes into an overlay of your own. sha256 "
 
 
-def write_manifests(out: Path, files: Mapping[str, Any]) -> None:
+def write_manifests(out: Path, files: Mapping[str, object]) -> None:
     """Replace the manifests in a folder.
 
     Args:

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from triptych.base.errors import UserError
 from triptych.models.text import read_json
@@ -54,7 +53,7 @@ def refuse_adapter(folder: Path, field: str, source: str, *, whole: bool) -> Non
     )
 
 
-def merge_commands(folder: Path, config: Mapping[str, Any], base: str) -> str:
+def merge_commands(folder: Path, config: Mapping[str, object], base: str) -> str:
     """Return the lines of Python that merge an adapter (tried with peft 0.21).
 
     They load the base by transformers: peft's own classes know neither the number of labels nor

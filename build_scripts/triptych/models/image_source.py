@@ -156,11 +156,11 @@ def _size(name: str, probes: Sequence[_Probe]) -> tuple[int, int]:
     return shapes[0][2], shapes[0][3]
 
 
-def _setting(processor: Any, name: str) -> Any:
+def _setting(processor: object, name: str) -> Any:
     return getattr(processor, name, None)
 
 
-def _info(processor: Any, height: int, width: int) -> ImageInfo:
+def _info(processor: object, height: int, width: int) -> ImageInfo:
     """Return all settings except the geometry."""
     from PIL import Image
 
@@ -189,7 +189,7 @@ def _info(processor: Any, height: int, width: int) -> ImageInfo:
     )
 
 
-def _geometries(processor: Any) -> Iterator[_Geometry]:
+def _geometries(processor: object) -> Iterator[_Geometry]:
     setting = partial(_setting, processor)
     size, crop_size = (dict(setting(key) or {}) for key in ("size", "crop_size"))
     crop: tuple[int, int] | None = None

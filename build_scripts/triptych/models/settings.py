@@ -171,7 +171,7 @@ def read_transformer_settings(folder: Path) -> TransformerSettings:
     )
 
 
-def _flat(settings: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def _flat(settings: Mapping[str, object]) -> list[tuple[str, Any]]:
     """Return settings with their names; those of ``*_kwargs`` one by one."""
     flat: list[tuple[str, Any]] = []
     for key, value in settings.items():
@@ -182,7 +182,7 @@ def _flat(settings: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return flat
 
 
-def _is_plain(key: str, value: Any) -> bool:
+def _is_plain(key: str, value: object) -> bool:
     """Whether a setting is applied, or states what is always done."""
     if key == "modality_config" and isinstance(value, dict):
         text = value.get("text")

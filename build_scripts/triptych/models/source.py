@@ -419,7 +419,7 @@ def _read_texts(
     )
 
 
-def _lowers(normalizer: Any) -> bool:
+def _lowers(normalizer: object) -> bool:
     """Whether a normalizer is or has the one of tokenizers that lower-cases."""
     from tokenizers.normalizers import Lowercase, Sequence
 

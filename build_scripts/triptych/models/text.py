@@ -249,7 +249,7 @@ def _is_causal(config: ModelConfig) -> bool:
     return architectures[0].endswith("ForCausalLM") and config.get("is_causal", True)
 
 
-def read_json(path: Path, default: Any = None, kind: type = dict) -> Any:
+def read_json(path: Path, default: object = None, kind: type = dict) -> Any:
     """Return the content of a JSON file; `default`, unless it is None, if there is no file.
 
     Args:

@@ -118,7 +118,7 @@ def write_tokenizers(folder: Path, target: Path, source: TokenizerSource | None)
         (target / OTHER_TOKENIZER / TOKENIZER_FILE).write_text(other, encoding="utf-8")
 
 
-def _take(target: Any, source: Any, names: Sequence[str]) -> None:
+def _take(target: object, source: object, names: Sequence[str]) -> None:
     """Copy the settings called `names` between parts of the same place, in place."""
     if isinstance(target, dict) and isinstance(source, dict):
         target.update({name: source[name] for name in names if name in target and name in source})

@@ -27,7 +27,7 @@ from triptych.spec.slo import Slo
 CONFIG_FILE = "config.pbtxt"
 
 
-def new_config(**fields: Any) -> Any:
+def new_config(**fields: object) -> Any:
     """Return an `inference.ModelConfig` message with `fields` set.
 
     Raises:
@@ -88,7 +88,7 @@ FIELD_ORDER = (
 _LINE_WIDTH, _COMMENT_WIDTH = 110, 98
 
 
-def print_config(config: Any, comments: Mapping[str, str] | None = None) -> str:
+def print_config(config: object, comments: Mapping[str, str] | None = None) -> str:
     """Return the text of ``config.pbtxt`` for `config`; equal messages give equal text.
 
     A message that fits into a line is one line.
@@ -127,7 +127,7 @@ def _field_lines(message: Any, comments: Mapping[str, str], path: str = "") -> I
                 yield f"{indent}}}"
 
 
-def _has_comments(element: Any, comments: Mapping[str, str], name: str) -> bool:
+def _has_comments(element: object, comments: Mapping[str, str], name: str) -> bool:
     """Return whether a field inside the message `name` is set and has a comment."""
     if not hasattr(element, "ListFields"):
         return False

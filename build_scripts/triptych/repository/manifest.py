@@ -119,7 +119,7 @@ class BuildManifest:
         return print_manifest(plain)
 
 
-def print_manifest(plain: Mapping[str, Any]) -> bytes:
+def print_manifest(plain: Mapping[str, object]) -> bytes:
     """Return the content of a manifest file."""
     return (json.dumps(plain, indent=2, ensure_ascii=False) + "\n").encode()
 
@@ -334,13 +334,13 @@ def build_id(repository: Path, pipeline: str) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
-def _task_in(content: Mapping[str, Any]) -> str:
+def _task_in(content: Mapping[str, object]) -> str:
     """Return the task in a manifest of any kind; empty if there is none."""
     spec = content.get("spec")
     return str(spec.get("task", "")) if isinstance(spec, dict) else ""
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if isinstance(value, Mapping):
         return {name: _plain(each) for name, each in value.items()}
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value

@@ -19,12 +19,12 @@ from triptych.spec.engine_plan import ShapeRange
 from triptych.tasks.labeled import LabeledResult
 
 
-def json_text(value: Any) -> str:
+def json_text(value: object) -> str:
     """Return the content of a JSON file with `value` as plain data."""
     return json.dumps(plain_data(value), indent=2, allow_nan=False) + "\n"
 
 
-def plain_data(value: Any) -> Any:
+def plain_data(value: object) -> Any:
     """Return `value` with dicts and lists for all mappings and sequences.
 
     NaN and infinity become None.

@@ -470,7 +470,7 @@ def _config_files(model: str, planned: PlannedConfig) -> dict[str, Content]:
     return files
 
 
-def _question(plan: Plan, values: Mapping[str, Any]) -> bytes:
+def _question(plan: Plan, values: Mapping[str, object]) -> bytes:
     tokens = 1.0
     if plan.lengths is not None:
         tokens = plan.max_length / max(min(plan.lengths.counts), MIN_TOKEN_COST)
@@ -478,7 +478,9 @@ def _question(plan: Plan, values: Mapping[str, Any]) -> bytes:
     return make_request(plan, values, {WORK_FIELD: work})
 
 
-def make_request(plan: Plan, values: Mapping[str, Any], parameters: Mapping[str, object]) -> bytes:
+def make_request(
+    plan: Plan, values: Mapping[str, object], parameters: Mapping[str, object]
+) -> bytes:
     """Return one row as a Triton HTTP request: one line of JSON, then the values."""
     parts, inputs = [], []
     own = plan.spec.inputs if is_own(plan.spec) else {}

@@ -211,7 +211,7 @@ def _load_listener(on_load: OnLoad) -> Any:
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     class LoadListener(StatLoggerBase):  # type: ignore[misc]  # vLLM has its own environment
-        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        def __init__(self, vllm_config: object, engine_index: int = 0) -> None:
             pass
 
         def record(self, scheduler_stats: Any, *_others: Any, **_named: Any) -> None:

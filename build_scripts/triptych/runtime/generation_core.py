@@ -224,7 +224,7 @@ class TritonPythonModel:
         self._deliverer.join()
         self._inbox.close()
 
-    async def _start(self, settings: Mapping[str, Any]) -> Engine:
+    async def _start(self, settings: Mapping[str, object]) -> Engine:
         engine = Engine(settings, Path(__file__).parent / MODEL_FOLDER, self._on_load)
         await engine.start()
         loop = asyncio.get_running_loop()

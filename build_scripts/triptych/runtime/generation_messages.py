@@ -110,13 +110,13 @@ class GenerationEngine(Protocol):
             second while the engine makes progress, on any thread.
     """
 
-    def __init__(self, settings: Mapping[str, Any], folder: Path, on_load: OnLoad) -> None: ...
+    def __init__(self, settings: Mapping[str, object], folder: Path, on_load: OnLoad) -> None: ...
 
     async def start(self) -> None:
         """Load the model."""
 
     def generate(
-        self, key: str, prompt: Sequence[int], sampling: Mapping[str, Any]
+        self, key: str, prompt: Sequence[int], sampling: Mapping[str, object]
     ) -> AsyncGenerator[Delta, None]:
         """Yield the answer to a prompt, token by token; closing the generator ends the work.
 

@@ -88,7 +88,7 @@ class OwnInputs:
         return array if field["shape"] else array.reshape(-1)
 
 
-def read_bounds(given: Any) -> NDArray[np.float64]:
+def read_bounds(given: object) -> NDArray[np.float64]:
     """Return bounds ``[2, ...]`` of a setting, with infinity in place of null."""
     bounds = np.array(given, np.float64)
     none = np.array([-np.inf, np.inf]).reshape(2, *[1] * (bounds.ndim - 1))
@@ -144,7 +144,7 @@ def _read_elements(name: str, array: NDArray[np.generic], field: Mapping[str, An
     return texts.reshape(array.shape) if field["shape"] else texts.tolist()
 
 
-def _too_large(name: str, field: Mapping[str, Any], size: int, row: int) -> RequestError:
+def _too_large(name: str, field: Mapping[str, object], size: int, row: int) -> RequestError:
     rule = f"must have at most {field['max_bytes']} bytes"
     remedy = "Send a smaller value, or raise max_bytes of the input in the pipeline"
     return RequestError(name, rule, f"{size} bytes", remedy, row)
@@ -204,7 +204,7 @@ def _row_array(
     return numbers
 
 
-def _encode(item: Any, kind: str) -> bytes:
+def _encode(item: object, kind: str) -> bytes:
     if isinstance(item, str) and kind == "text":
         return item.encode("utf-8")
     if isinstance(item, bytes):
@@ -245,7 +245,7 @@ def cast_numbers(array: NDArray[np.generic], dtype: type[np.generic]) -> NDArray
 Function = Callable[..., Any]
 
 
-def call_function(name: str, function: Function, arguments: Mapping[str, Any]) -> Any:
+def call_function(name: str, function: Function, arguments: Mapping[str, object]) -> Any:
     """Return the result of a function of the user, called with the arguments that it takes.
 
     Raises:
@@ -365,7 +365,7 @@ class OwnRowMaker:
         return rows._replace(tensors=pad_tensors(rows, width))
 
     def _call(
-        self, function: Function, arguments: Mapping[str, Any], count: int
+        self, function: Function, arguments: Mapping[str, object], count: int
     ) -> tuple[dict[str, Any], list[int] | None]:
         """Return the arrays of the function, and the number of core rows of each row if given."""
         result, counts = call_function(self.name, function, arguments), None
@@ -409,7 +409,7 @@ class OwnRowMaker:
             tensors[FORWARDED_PREFIX + name] = np.concatenate([array, rest])
         return tensors
 
-    def _check(self, result: Mapping[str, Any], total: int) -> dict[str, NDArray[np.generic]]:
+    def _check(self, result: Mapping[str, object], total: int) -> dict[str, NDArray[np.generic]]:
         """Return the arrays in the form of their tensors, ``[total, ...]`` each."""
         known = {**self.core_inputs, **(self._past_core or {})}
         made = {ROW_COUNTS, *(FORWARDED_PREFIX + name for name in self._fields)}
@@ -456,7 +456,7 @@ class CoreResults:
         settings: Settings of the step; see `OwnRowMaker`.
     """
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    def __init__(self, settings: Mapping[str, object]) -> None:
         self._reader = OwnInputs(settings) if settings["takes_rows"] else None
 
     def read(self, outputs: Arrays) -> tuple[dict[str, Any], int]:

@@ -93,7 +93,7 @@ class StepResults(CoreResults):
 class StepDecoder(OwnDecoder):
     """Decoder that calls `postprocess` behind a function between models."""
 
-    def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
+    def __init__(self, settings: Mapping[str, object], folder: Path) -> None:
         super().__init__(settings, folder)
         self._results = StepResults(settings)
 

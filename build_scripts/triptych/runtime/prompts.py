@@ -110,7 +110,7 @@ class ChatTemplate:
 
 
 def _to_json(
-    value: Any,
+    value: object,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,
@@ -248,7 +248,7 @@ class PlainTexts:
         self._texts = [*sorted(tokens, key=len, reverse=True), *_MARKS]
         self._find = re.compile("|".join(map(re.escape, self._texts)))
 
-    def hide(self, value: Any) -> Any:
+    def hide(self, value: object) -> Any:
         """Return a JSON value with marks in its texts."""
         if isinstance(value, str):
             return self._find.sub(self._mark, value)
@@ -453,7 +453,7 @@ def read_conversation(text: str) -> tuple[list[Message], list[Any] | None]:
     return _read_messages(given.get("messages")), tools
 
 
-def _read_messages(messages: Any) -> list[Message]:
+def _read_messages(messages: object) -> list[Message]:
     if not isinstance(messages, list) or not messages:
         raise RequestError(
             "messages",
@@ -464,7 +464,7 @@ def _read_messages(messages: Any) -> list[Message]:
     return [_read_message(message, f"messages[{n}]") for n, message in enumerate(messages)]
 
 
-def _read_message(given: Any, field: str) -> Message:
+def _read_message(given: object, field: str) -> Message:
     message = dict(given) if isinstance(given, dict) else {}
     if isinstance(content := message.get("content"), list) and content:
         message["content"] = _joined(content, f"{field}.content")
@@ -478,7 +478,7 @@ def _read_message(given: Any, field: str) -> Message:
     return message
 
 
-def _joined(parts: Sequence[Any], field: str) -> str:
+def _joined(parts: Sequence[object], field: str) -> str:
     texts = []
     for number, part in enumerate(parts):
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None

@@ -67,7 +67,7 @@ class TokenRowMaker(ABC):
             RequestError: The request is invalid.
         """
 
-    def finish(self, inputs: Sequence[Input], encodings: Sequence[Any]) -> list[Row]:
+    def finish(self, inputs: Sequence[Input], encodings: Sequence[object]) -> list[Row]:
         """Return the model rows of one request; by default one for each input.
 
         Raises:
@@ -104,7 +104,9 @@ class TokenRowMaker(ABC):
             return Row(ids, len(ids), row_metadata)
         return Row(ids, len(ids) - sum(encoding.type_ids), row_metadata)
 
-    def _finish(self, inputs: Sequence[Input], encodings: Sequence[Any]) -> list[Row] | Exception:
+    def _finish(
+        self, inputs: Sequence[Input], encodings: Sequence[object]
+    ) -> list[Row] | Exception:
         try:
             for number, encoding in enumerate(encodings):
                 if isinstance(encoding, Exception):
@@ -158,7 +160,7 @@ class TokenRowMaker(ABC):
         except Exception:
             return [_attempt(lambda item: self._encode_all([item])[0], item) for item in inputs]
 
-    def _encode_all(self, inputs: Sequence[Any]) -> list[Any]:
+    def _encode_all(self, inputs: Sequence[object]) -> list[Any]:
         if self._pairs is not None and not isinstance(inputs[0], str):
             rows: list[Any] = self._pairs.encode(inputs)
             return rows
@@ -189,7 +191,7 @@ def _attempt(function: Any, *arguments: Any) -> Any:
 class PlainTextRowMaker(TokenRowMaker):
     """Row maker of texts, with the model's prompt before them if it has one, and of pairs."""
 
-    def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
+    def __init__(self, settings: Mapping[str, object], folder: Path) -> None:
         super().__init__(settings, folder)
         self._prompts: Any = None
         if settings.get("prompts") or settings.get("free_prompt"):

@@ -341,7 +341,7 @@ _READ: Mapping[str, Callable[[bytes], Any]] = {
 """Function that reads a sampled value, by the content of its input."""
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if isinstance(value, bytes):
         return {"base64": base64.b64encode(value).decode()}
     if not isinstance(value, str | bool | int | float | list):

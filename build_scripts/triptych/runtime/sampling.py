@@ -57,7 +57,7 @@ class RowSampler:
         self._random = source or random.Random()
         self._before_next = self._gap()
 
-    def draw(self, columns: Mapping[str, Sequence[Any]], parameters: str) -> bytes:
+    def draw(self, columns: Mapping[str, Sequence[object]], parameters: str) -> bytes:
         """Return the sample payload of a request; empty if none of its rows is sampled."""
         count = len(next(iter(columns.values())))
         if self._before_next >= count:
@@ -76,7 +76,7 @@ class RowSampler:
 
 
 def _pack_sample(
-    rows: Sequence[int], columns: Mapping[str, Sequence[Any]], parameters: str
+    rows: Sequence[int], columns: Mapping[str, Sequence[object]], parameters: str
 ) -> bytes:
     data = [_encode(columns[name][row]) for name in columns for row in rows]
     if sum(map(len, data)) + len(parameters) > MAX_SAMPLE_BYTES:

@@ -88,7 +88,7 @@ continues after the tokens that end an answer."""
 
 def check_sampling(
     text: str,
-    defaults: Mapping[str, Any],
+    defaults: Mapping[str, object],
     *,
     room: int,
     adapters: Collection[str] = (),
@@ -191,7 +191,7 @@ def find_fault(name: str, value: object) -> str:
     return "" if rule.accepts(value) else f"must be {rule.words}"
 
 
-def _plain(name: str, value: Any) -> Any:
+def _plain(name: str, value: object) -> Any:
     """Return a number or flag that is sent as text, as Triton's vLLM backend takes it."""
     if isinstance(value, str) and (name in NUMBERS or name in FLAGS):
         with suppress(ValueError, RecursionError):

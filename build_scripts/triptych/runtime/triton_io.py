@@ -132,7 +132,7 @@ WORDS = {
 
 
 def check_parameters(
-    text: str, rules: Mapping[str, Mapping[str, Any]], defaults: Mapping[str, Any]
+    text: str, rules: Mapping[str, Mapping[str, object]], defaults: Mapping[str, object]
 ) -> Mapping[str, Any]:
     """Return the parameters of a request (JSON text) with defaults, checked by `rules`.
 
@@ -155,7 +155,7 @@ def check_parameters(
     return parameters
 
 
-def add_options(text: str, inputs: Inputs, rules: Mapping[str, Mapping[str, Any]]) -> str:
+def add_options(text: str, inputs: Inputs, rules: Mapping[str, Mapping[str, object]]) -> str:
     """Return the parameters of a request (JSON text) with those that it sends as input tensors.
 
     The tensor of a parameter is ``[n, 1]``, that of a list ``[n, k]``, with equal rows. A list of

@@ -79,7 +79,7 @@ def _find_reference(field: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _find_groups(annotation: Any) -> list[type[BaseModel]]:
+def _find_groups(annotation: object) -> list[type[BaseModel]]:
     """Return the classes of groups of fields in the type of a field."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
@@ -97,7 +97,7 @@ def _read_about(model: type[BaseModel]) -> dict[str, str]:
     return found
 
 
-def _default(field: Mapping[str, Any]) -> str:
+def _default(field: Mapping[str, object]) -> str:
     value = field.get("default")
     if value in (None, "", [], {}):
         return "none"
@@ -121,7 +121,7 @@ def _describe_values(field: Mapping[str, Any], definitions: Mapping[str, Any]) -
     return names.get(field.get("type", ""), "mapping") + _describe_range(field)
 
 
-def _describe_range(field: Mapping[str, Any]) -> str:
+def _describe_range(field: Mapping[str, object]) -> str:
     low, high = field.get("minimum"), field.get("maximum")
     if low is not None and high is not None:
         return f", {low:,} to {high:,}"

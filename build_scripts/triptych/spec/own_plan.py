@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from triptych.models.info import ModelInfo, OwnInterface
 from triptych.spec.engine_plan import engine_plan
@@ -18,7 +17,7 @@ def make_own_plan(
     spec: ModelSpec,
     info: ModelInfo,
     task: Task,
-    parameters: Mapping[str, Any],
+    parameters: Mapping[str, object],
     sizes: Sequence[int] = (),
     *,
     graph: OwnInterface,

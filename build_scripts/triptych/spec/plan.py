@@ -520,7 +520,7 @@ def make_plan(
     spec: PipelineSpec,
     info: ModelInfo,
     task: Task,
-    parameters: Mapping[str, Any],
+    parameters: Mapping[str, object],
     lengths: Lengths | None,
     *,
     layout: Layout | None = None,

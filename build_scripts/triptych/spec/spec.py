@@ -164,8 +164,8 @@ def load_as(
     model: type[Spec],
     folder: Path,
     overrides: Sequence[str],
-    measured: Mapping[str, Any],
-    given: Mapping[str, Any],
+    measured: Mapping[str, object],
+    given: Mapping[str, object],
 ) -> Spec:
     """Read ``folder/pipeline.yaml`` as one kind of spec.
 
@@ -292,7 +292,7 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
     _set(document, key, value, source="--set ")
 
 
-def _set(document: dict[str, Any], key: str, value: Any, *, source: str) -> None:
+def _set(document: dict[str, Any], key: str, value: object, *, source: str) -> None:
     *parents, last = key.split(".")
     node = document
     for part in parents:

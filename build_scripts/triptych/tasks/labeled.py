@@ -158,13 +158,13 @@ def telling_queries(rows: Sequence[LabeledRow]) -> Iterator[list[int]]:
             yield places
 
 
-def _read_name(value: Any, text: str) -> str:
+def _read_name(value: object, text: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError
     return value.strip()
 
 
-def _read_spans(value: Any, text: str) -> Counter[Span]:
+def _read_spans(value: object, text: str) -> Counter[Span]:
     if not isinstance(value, list):
         raise ValueError
     spans: Counter[Span] = Counter()
@@ -180,19 +180,19 @@ def _read_spans(value: Any, text: str) -> Counter[Span]:
     return spans
 
 
-def _read_answers(value: Any, text: str) -> tuple[str, ...]:
+def _read_answers(value: object, text: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(answer, str) for answer in value):
         raise ValueError
     return tuple(value) or ("",)
 
 
-def _read_relevance(value: Any, text: str) -> bool:
+def _read_relevance(value: object, text: str) -> bool:
     if value not in (0, 1):
         raise ValueError
     return bool(value)
 
 
-def _read_score(value: Any, text: str) -> float:
+def _read_score(value: object, text: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST:
         raise ValueError
     return float(value)

@@ -75,7 +75,7 @@ class Api:
                 remedy="Set it to none or ampere_plus, or use TensorRT 10.9 or newer",
             ) from None
 
-    def set_target(self, config: Any) -> None:
+    def set_target(self, config: object) -> None:
         """Set the GPU to build for in a builder's config; the default is this machine's GPU."""
 
 

@@ -56,7 +56,7 @@ class Cuda:
         """
         self.call("cudaSetDevice", self._device)
 
-    def call(self, name: str, *arguments: Any) -> Any:
+    def call(self, name: str, *arguments: object) -> Any:
         """Call a function of the runtime by name; return its value, or None if it has none.
 
         Raises:
@@ -95,14 +95,14 @@ class Cuda:
         """Return a new stream that does not wait for the default stream."""
         return self.call("cudaStreamCreateWithFlags", self._runtime.cudaStreamNonBlocking)
 
-    def destroy_stream(self, stream: Any) -> None:
+    def destroy_stream(self, stream: object) -> None:
         self.call("cudaStreamDestroy", stream)
 
-    def synchronize(self, stream: Any) -> None:
+    def synchronize(self, stream: object) -> None:
         """Wait until all work on `stream` is done; raise its errors."""
         self.call("cudaStreamSynchronize", stream)
 
-    def copy_in(self, target: int, source: Bytes, stream: Any) -> None:
+    def copy_in(self, target: int, source: Bytes, stream: object) -> None:
         """Start copying host memory to the device.
 
         `source` must live until the stream is done.
@@ -110,7 +110,7 @@ class Cuda:
         kind = self._runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
         self.call("cudaMemcpyAsync", target, source.ctypes.data, source.nbytes, kind, stream)
 
-    def copy_out(self, target: Bytes, source: int, stream: Any) -> None:
+    def copy_out(self, target: Bytes, source: int, stream: object) -> None:
         """Start copying device memory to the host.
 
         `target` is filled when the stream is done.
@@ -118,7 +118,7 @@ class Cuda:
         kind = self._runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost
         self.call("cudaMemcpyAsync", target.ctypes.data, source, target.nbytes, kind, stream)
 
-    def capture(self, stream: Any, work: Callable[[], None]) -> Any:
+    def capture(self, stream: object, work: Callable[[], None]) -> Any:
         """Record the operations that `work` puts on `stream` as a graph, without running them.
 
         `launch` runs the graph.
@@ -143,10 +143,10 @@ class Cuda:
         finally:
             self.call("cudaGraphDestroy", graph)
 
-    def launch(self, graph: Any, stream: Any) -> None:
+    def launch(self, graph: object, stream: object) -> None:
         self.call("cudaGraphLaunch", graph, stream)
 
-    def destroy_graph(self, graph: Any) -> None:
+    def destroy_graph(self, graph: object) -> None:
         self.call("cudaGraphExecDestroy", graph)
 
     def _free_text(self) -> str:

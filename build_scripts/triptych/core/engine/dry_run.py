@@ -125,7 +125,7 @@ def describe(result: DryRun) -> str:
 
 
 def call_worker(
-    command: Sequence[str], asked: Mapping[str, Any], *, limit_s: float = TIMEOUT_S
+    command: Sequence[str], asked: Mapping[str, object], *, limit_s: float = TIMEOUT_S
 ) -> dict[str, Any]:
     """Return the result of a worker, started by `command` and the folder of its request.
 

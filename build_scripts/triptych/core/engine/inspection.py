@@ -291,7 +291,7 @@ _PRECISIONS = {"FLOAT": "fp32", "HALF": "fp16", "BF16": "bf16", "INT8": "int8", 
 
 
 def check_products(
-    network: Any, request: Request, fp32_products: Collection[str]
+    network: object, request: Request, fp32_products: Collection[str]
 ) -> dict[str, int]:
     """Return the number of products of a strongly typed `INetworkDefinition`, by precision.
 

@@ -34,7 +34,7 @@ class Messages:
             def __init__(self) -> None:
                 base.__init__(self)
 
-            def log(self, severity: Any, message: str) -> None:
+            def log(self, severity: object, message: str) -> None:
                 if severity in (base.ERROR, base.INTERNAL_ERROR):
                     messages.errors.append(message)
                 elif severity == base.WARNING:

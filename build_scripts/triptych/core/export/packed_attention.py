@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ def _configs(module: nn.Module) -> Iterator[PreTrainedConfig]:
         yield config
 
 
-def _mask(**options: Any) -> Tensor | None:
+def _mask(**options: object) -> Tensor | None:
     """Return the mask that a model needs, BOOL ``[B, 1, L, L]``; None if it only masks padding."""
     from transformers import masking_utils
 
@@ -78,7 +78,7 @@ def _attend(
     scaling: float | None = None,
     position_bias: Tensor | None = None,
     softcap: float | None = None,
-    **options: Any,
+    **options: object,
 ) -> tuple[Tensor, None]:
     """Return FP32 ``[B, L, heads, d]`` for queries, keys and values ``[B, heads, L, d]``."""
     mode = _active[-1]

@@ -305,7 +305,7 @@ class PackedOperations(TorchFunctionMode):
         self._known[id(padded)] = Packed(padded, packed, axis)
         return padded
 
-    def values(self, value: Any) -> Any:
+    def values(self, value: object) -> Any:
         """Return the padded rows of a tensor that represents packed tokens.
 
         Other values are returned unchanged.

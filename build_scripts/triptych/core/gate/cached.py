@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from triptych.base.cache import cached_stage, code_hash, key_of, sha256_of, versions_of
 from triptych.base.errors import Progress
@@ -170,7 +169,7 @@ class Gate:
         result = read_record(GateResult, json.loads(text))
         return self._told(result, " (cached)" if cached else "")
 
-    def _check(self, artifact: Path, loaded: Any) -> GateResult:
+    def _check(self, artifact: Path, loaded: object) -> GateResult:
         inputs, plan, task = self._inputs, self._inputs.plan, self._inputs.plan.task
         reference = partial(reference_of, inputs, progress=self._progress, loaded=loaded)
         labeled = None

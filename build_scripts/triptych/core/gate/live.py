@@ -144,14 +144,14 @@ def _json_differences(one: Sequence[Any], other: Sequence[Any]) -> Iterator[floa
                     yield abs(value - match[key])
 
 
-def _known(entry: Any) -> str:
+def _known(entry: object) -> str:
     """Return the JSON text of an entry without its floats, to find the entry in another answer."""
     if isinstance(entry, dict):
         entry = {key: value for key, value in entry.items() if not isinstance(value, float)}
     return json.dumps(entry, sort_keys=True)
 
 
-def _finite_json(entry: Any) -> bool:
+def _finite_json(entry: object) -> bool:
     # Decoders write a score that is NaN as null.
     if isinstance(entry, dict):
         missing = SCORES in entry and entry[SCORES] is None

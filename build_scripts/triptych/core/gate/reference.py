@@ -69,7 +69,7 @@ def reference_outputs(
     samples: Sequence[Sample],
     *,
     double: bool = False,
-    loaded: Any = None,
+    loaded: object = None,
 ) -> list[Expected]:
     """Return the core's expected outputs for each sample, in fp32, or in fp64 if `double`.
 
@@ -141,7 +141,7 @@ def _model_outputs(
     return expected
 
 
-def _read_by(model: Any, names: Collection[str]) -> list[str]:
+def _read_by(model: object, names: Collection[str]) -> list[str]:
     """Return which of its tokenizer's outputs a model reads.
 
     Raises:
@@ -431,7 +431,7 @@ def reference_of(
     *,
     double: bool = False,
     keep: bool = True,
-    loaded: Any = None,
+    loaded: object = None,
 ) -> list[Expected]:
     """Return the core's expected outputs for each sample, by PyTorch in fp32, or fp64 if `double`.
 

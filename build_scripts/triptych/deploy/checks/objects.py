@@ -274,12 +274,12 @@ def read_folder(path: Path, triton: Release | None, known: Known | None) -> Fold
     return folder
 
 
-def mapping(value: Any) -> dict[str, Any]:
+def mapping(value: object) -> dict[str, Any]:
     """Return a mapping, or an empty mapping if a broken manifest has another value."""
     return value if isinstance(value, dict) else {}
 
 
-def sequence(value: Any) -> list[Any]:
+def sequence(value: object) -> list[Any]:
     """Return a list, or an empty list if a broken manifest has another value."""
     return value if isinstance(value, list) else []
 

@@ -47,7 +47,7 @@ _Function = TypeVar("_Function", bound=Callable[..., None])
 class _Program(TyperGroup):
     """The program, which lists the verbs in groups."""
 
-    def list_commands(self, ctx: Any) -> list[str]:
+    def list_commands(self, ctx: object) -> list[str]:
         return [name for names in VERBS.values() for name in names]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -112,7 +112,7 @@ def _expand(function: Callable[..., None]) -> Callable[..., None]:
                 parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hint)
             )
 
-    def command(**values: Any) -> None:
+    def command(**values: object) -> None:
         made = {
             name: cls(**{field.name: values.pop(field.name) for field in fields(cls)})
             for name, cls in classes.items()
@@ -137,7 +137,7 @@ def _set_metavar(parameter: inspect.Parameter) -> None:
             info.metavar = info.metavar or word
 
 
-def _parts(hint: Any) -> Iterator[Any]:
+def _parts(hint: object) -> Iterator[Any]:
     """Yield a type hint and its arguments, such as the type of the elements of a list."""
     yield hint
     for each in get_args(hint):

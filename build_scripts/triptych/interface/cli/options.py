@@ -363,7 +363,7 @@ def keep_traceback(error: Exception) -> UserError:
     )
 
 
-def print_json(value: Any) -> None:
+def print_json(value: object) -> None:
     """Print a result on stdout, in ASCII so that it contains no control characters."""
     print(json.dumps(value, indent=2))
 

@@ -282,7 +282,7 @@ class _Builds:
             code = EXIT_MISTAKE if known else EXIT_UNKNOWN
             self._note(name, error.message, code, error=error.as_dict())
 
-    def _note(self, name: str, message: str, code: int, **result: Any) -> None:
+    def _note(self, name: str, message: str, code: int, **result: object) -> None:
         result = {"pipeline": name, **result}
         if self._is_single:
             fail(self._as_json, result, message)

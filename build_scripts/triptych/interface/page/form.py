@@ -352,7 +352,7 @@ def _view_output(name: str, value: Any) -> OutputView:
     return OutputView(name, texts=_texts(entries))
 
 
-def _texts(values: Iterable[Any]) -> tuple[str, ...]:
+def _texts(values: Iterable[object]) -> tuple[str, ...]:
     return tuple(
         f"{value:.4f}"
         if isinstance(value, float)

@@ -451,6 +451,6 @@ def as_csv(result: BenchResult) -> str:
     return text.getvalue()
 
 
-def _as_text(value: Any) -> Any:
+def _as_text(value: object) -> Any:
     """Return a cell value; a text that looks like a formula is quoted for spreadsheets."""
     return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -18,16 +17,16 @@ MAX_PROSE_CHARACTERS = 2000
 """Maximum length of a shown failure, note or reason, in characters."""
 
 
-def prose(text: Any) -> Markup:
+def prose(text: object) -> Markup:
     return shown(text, MAX_PROSE_CHARACTERS)
 
 
-def lines(text: Any) -> Markup:
+def lines(text: object) -> Markup:
     """Return `text` escaped by `plain`, with its line breaks."""
     return Markup("\n").join(plain(line) for line in str(text).split("\n"))
 
 
-def render(template: str, **values: Any) -> str:
+def render(template: str, **values: object) -> str:
     """Return a self-contained page, without network access, scripts or fonts.
 
     Raises:
@@ -50,7 +49,7 @@ def write_report(folder: Path, page: str, files: Mapping[str, str]) -> Path:
     return folder / "report.html"
 
 
-def _escape(value: Any) -> Markup:
+def _escape(value: object) -> Markup:
     if isinstance(value, Markup):
         return value
     return plain(NOTHING if value is None else value)

@@ -167,7 +167,7 @@ def preserve_ordering(model: Model) -> Iterator[Flaw]:
         )
 
 
-def _delays(policy: Any) -> bool:
+def _delays(policy: object) -> bool:
     return enum_name(policy, "timeout_action") == "DELAY"
 
 

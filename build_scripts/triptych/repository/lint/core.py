@@ -260,7 +260,7 @@ def precision_gpus(model: Model) -> Iterator[Flaw]:
         )
 
 
-def _eight_bits(settings: Mapping[str, Any]) -> str:
+def _eight_bits(settings: Mapping[str, object]) -> str:
     return (
         f"core.precision {settings.get('precision')}, core.kv_cache.dtype "
         f"{settings['kv_cache_precision']}"

@@ -317,7 +317,7 @@ def between(low: Dims, dims: Dims, high: Dims) -> bool:
     return len(low) == len(dims) == len(high) and all(a <= b <= c for a, b, c in trios)
 
 
-def _plan_of(manifest: Any) -> EnginePlan | None:
+def _plan_of(manifest: object) -> EnginePlan | None:
     plan = manifest.get("plan") if isinstance(manifest, dict) else None
     try:
         return EnginePlan.from_dict(plan["engine"]) if isinstance(plan, dict) else None
@@ -335,7 +335,7 @@ def _rows_sent(wiring: Wiring, core: Model) -> Iterator[SentRows]:
             yield SentRows(producer.model.name, padded, longest if _are_sizes([longest]) else None)
 
 
-def _are_sizes(values: Any) -> bool:
+def _are_sizes(values: object) -> bool:
     return isinstance(values, list) and all(type(v) is int and v > 0 for v in values)
 
 

@@ -235,7 +235,7 @@ def manifest_readable(model: Model) -> Iterator[Flaw]:
         )
 
 
-def _malformed(manifest: Any) -> str:
+def _malformed(manifest: object) -> str:
     if manifest is None:
         return ""
     if not isinstance(manifest, dict):

@@ -14,7 +14,7 @@ from triptych.serving.backends.contract import Contract
 
 def run_batch(
     contract: Contract,
-    requests: Sequence[Any],
+    requests: Sequence[object],
     run: Callable[[feeds.Arrays], feeds.Arrays],
     decode: Callable[[str, feeds.Array], feeds.Array] | None = None,
     message: Callable[[Exception], str] = str,

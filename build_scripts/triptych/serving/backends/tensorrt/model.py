@@ -66,7 +66,7 @@ class TritonPythonModel:
             f"{len(self._runner.captured)} of {len(graphs)} CUDA graphs"
         )
 
-    def execute(self, requests: Sequence[Any]) -> list[Any]:
+    def execute(self, requests: Sequence[object]) -> list[Any]:
         """Run all requests as one batch, and return their responses together."""
         return execution.run_batch(self._contract, requests, self._runner.run)
 
