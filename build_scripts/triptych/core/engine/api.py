@@ -14,11 +14,14 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from triptych.base.errors import UserError
 from triptych.base.extras import install_command
 from triptych.spec.engine_plan import EnginePlan
+
+if TYPE_CHECKING:
+    import tensorrt as trt
 
 _OLDEST_MAJOR = 10
 """Oldest major release in a supported Triton, and the first that keeps the types of the graph."""
@@ -63,7 +66,7 @@ class Api:
             return 0
         return 1 << int(self.trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
 
-    def hardware_level(self, name: str) -> Any:
+    def hardware_level(self, name: str) -> trt.HardwareCompatibilityLevel:
         """Return the member of `HardwareCompatibilityLevel`; raise a UserError if there is none."""
         try:
             return getattr(self.trt.HardwareCompatibilityLevel, name.upper())
@@ -75,7 +78,7 @@ class Api:
                 remedy="Set it to none or ampere_plus, or use TensorRT 10.9 or newer",
             ) from None
 
-    def set_target(self, config: object) -> None:
+    def set_target(self, config: trt.IBuilderConfig) -> None:
         """Set the GPU to build for in a builder's config; the default is this machine's GPU."""
 
 
@@ -139,7 +142,7 @@ class RtxApi(Api):
         self.major = _LIKE_MAJOR
         self._target = compute_capability
 
-    def set_target(self, config: Any) -> None:
+    def set_target(self, config: trt.IBuilderConfig) -> None:
         """Set the given compute capability as target, instead of a GPU of this machine."""
         config.num_compute_capabilities = 1
         member = f"SM{self._target.replace('.', '')}"

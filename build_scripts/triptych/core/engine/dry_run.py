@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from triptych.base.cache import cached_stage, code_hash
 from triptych.base.errors import Progress, UserError
@@ -35,6 +35,9 @@ from triptych.core.engine.inspection import check_products
 from triptych.core.engine.make import make_engine, make_request
 from triptych.repository.records import DryRun, read_record
 from triptych.spec.engine_plan import EnginePlan
+
+if TYPE_CHECKING:
+    import tensorrt as trt
 
 TIMEOUT_S = 900.0
 """Time limit of a dry run in seconds. MiniLM takes 3 s."""
@@ -178,7 +181,7 @@ def dry_build(asked: dict[str, Any]) -> dict[str, Any]:
     request = make_request(Path(asked["onnx"]), plan, api)
     seen: dict[str, Any] = {}
 
-    def look(network: Any) -> None:
+    def look(network: trt.INetworkDefinition) -> None:
         seen["layers"] = network.num_layers
         seen["products"] = check_products(network, request, asked["fp32_products"])
 

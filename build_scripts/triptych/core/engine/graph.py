@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from triptych.base.onnx_graph import (
     BFLOAT16,
@@ -27,6 +27,9 @@ from triptych.base.onnx_graph import (
     value_types,
 )
 from triptych.spec.engine_plan import Dims
+
+if TYPE_CHECKING:
+    import onnx
 
 
 class ElementType(NamedTuple):
@@ -132,7 +135,9 @@ def fused_layers(name: str) -> list[str]:
     return [part for part in _FUSED.split(_MYELIN.sub("", name)) if part]
 
 
-def _wanted(node: Any, types: Mapping[str, int], sources: Mapping[str, Any]) -> str:
+def _wanted(
+    node: onnx.NodeProto, types: Mapping[str, int], sources: Mapping[str, onnx.NodeProto]
+) -> str:
     """Return the precision that a product requires; empty if it multiplies integers.
 
     A product of two dequantized operands must be computed in the type they were quantized to.
@@ -151,7 +156,7 @@ def _wanted(node: Any, types: Mapping[str, int], sources: Mapping[str, Any]) -> 
     return ELEMENT_TYPES.get(types.get(node.input[0], 0), _UNKNOWN).precision
 
 
-def _origin(value: str, sources: Mapping[str, Any], *through: str) -> str:
+def _origin(value: str, sources: Mapping[str, onnx.NodeProto], *through: str) -> str:
     """Return the value that `value` was before moves and the operators in `through`."""
     while (source := sources.get(value)) is not None and source.op_type in (
         *_SEEN_THROUGH,
@@ -161,7 +166,7 @@ def _origin(value: str, sources: Mapping[str, Any], *through: str) -> str:
     return value
 
 
-def _value(value: Any) -> GraphValue:
+def _value(value: onnx.ValueInfoProto) -> GraphValue:
     tensor = value.type.tensor_type
     dims = tuple(
         int(dim.dim_value) if dim.HasField("dim_value") else -1 for dim in tensor.shape.dim
@@ -170,7 +175,7 @@ def _value(value: Any) -> GraphValue:
     return GraphValue(known.tensorrt if known else str(tensor.elem_type), dims)
 
 
-def describe_position(graph: Any, node: str) -> str:
+def describe_position(graph: onnx.GraphProto, node: str) -> str:
     """Return ``after layer.3.output.dense``, or ``before`` it, for a node of an `onnx.GraphProto`.
 
     It names the module of the nearest parameter that the node depends on; else of the nearest one
@@ -183,10 +188,10 @@ def describe_position(graph: Any, node: str) -> str:
     makers = {name: one for one in graph.node for name in one.output}
     users = readers(graph)
 
-    def back(one: Any) -> Iterable[Any]:
+    def back(one: onnx.NodeProto) -> Iterable[onnx.NodeProto]:
         return (makers[name] for name in reads(one) if name in makers)
 
-    def onwards(one: Any) -> Iterable[Any]:
+    def onwards(one: onnx.NodeProto) -> Iterable[onnx.NodeProto]:
         return (graph.node[place] for name in one.output for place in users.get(name, ()))
 
     for word, step in (("after", back), ("before", onwards)):
@@ -195,7 +200,11 @@ def describe_position(graph: Any, node: str) -> str:
     return ""
 
 
-def _nearest(start: Any, step: Callable[[Any], Iterable[Any]], modules: Mapping[str, str]) -> str:
+def _nearest(
+    start: onnx.NodeProto,
+    step: Callable[[onnx.NodeProto], Iterable[onnx.NodeProto]],
+    modules: Mapping[str, str],
+) -> str:
     """Return the module of the first parameter in a breadth-first search from `start`."""
     seen, front = {node_name(start)}, [start]
     while front:

@@ -29,13 +29,16 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from triptych.base.errors import UserError
 from triptych.core.engine.graph import GraphValue, fused_layers, onnx_nodes
 from triptych.core.engine.make import Request
 from triptych.core.engine.runner import EngineTensor, OpenEngine
 from triptych.spec.engine_plan import ShapeRange
+
+if TYPE_CHECKING:
+    import tensorrt as trt
 
 NAMED = 5
 """Maximum number of layers that an error lists."""
@@ -291,7 +294,7 @@ _PRECISIONS = {"FLOAT": "fp32", "HALF": "fp16", "BF16": "bf16", "INT8": "int8", 
 
 
 def check_products(
-    network: object, request: Request, fp32_products: Collection[str]
+    network: trt.INetworkDefinition, request: Request, fp32_products: Collection[str]
 ) -> dict[str, int]:
     """Return the number of products of a strongly typed `INetworkDefinition`, by precision.
 
@@ -330,7 +333,7 @@ def check_products(
     return counts
 
 
-def _precisions(network: Any, nodes: Mapping[str, str]) -> dict[str, str]:
+def _precisions(network: trt.INetworkDefinition, nodes: Mapping[str, str]) -> dict[str, str]:
     """Return the precision of each product, by its ONNX node if known, else by its layer."""
     layers = [network.get_layer(index) for index in range(network.num_layers)]
     makers = {
@@ -354,7 +357,7 @@ def _precisions(network: Any, nodes: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _precision(tensor: Any, makers: Mapping[str, Any]) -> str:
+def _precision(tensor: trt.ITensor, makers: Mapping[str, trt.ILayer]) -> str:
     """Return the type an operand was quantized to, else its own type; empty for other types."""
     name = tensor.name
     while (maker := makers.get(name)) is not None and maker.type.name in _SEEN_THROUGH:
@@ -364,7 +367,7 @@ def _precision(tensor: Any, makers: Mapping[str, Any]) -> str:
     return _PRECISIONS.get(tensor.dtype.name, "")
 
 
-def _widest(operands: list[Any]) -> str:
+def _widest(operands: list[trt.ITensor]) -> str:
     """Return the type of both operands if only one is quantized, or both differently."""
     kinds = [_PRECISIONS.get(operand.dtype.name, "") for operand in operands]
     return "fp32" if "fp32" in kinds else kinds[0]

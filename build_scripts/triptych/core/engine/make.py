@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from triptych.base.cache import cache_root
 from triptych.base.errors import UserError
@@ -28,6 +28,9 @@ from triptych.core.engine.messages import (
     parser_failure,
 )
 from triptych.spec.engine_plan import EnginePlan, ShapeRange
+
+if TYPE_CHECKING:
+    import tensorrt as trt
 
 TELL_EVERY_S = 5.0
 Tell = Callable[[str], None]
@@ -96,7 +99,7 @@ def timing_file(version: str, gpu: BuildGpu) -> Path:
     return cache_root() / FOLDER / f"{re.sub(r'[^A-Za-z0-9.]+', '_', name)}.cache"
 
 
-def attach(config: Any, file: Path) -> bool:
+def attach(config: trt.IBuilderConfig, file: Path) -> bool:
     """Load the times in `file`, or an empty cache, into a builder's config.
 
     Returns whether there were any times.
@@ -110,7 +113,7 @@ def attach(config: Any, file: Path) -> bool:
     return False
 
 
-def save(config: Any, file: Path) -> None:
+def save(config: trt.IBuilderConfig, file: Path) -> None:
     """Write the config's times into `file`, merged with those that other builds stored meanwhile.
 
     Raises:
@@ -130,7 +133,7 @@ def make_engine(
     *,
     timing_file: Path | None,
     tell: Tell,
-    look: Callable[[Any], None] | None = None,
+    look: Callable[[trt.INetworkDefinition], None] | None = None,
 ) -> bytes:
     """Build the engine of a checked request; return the content of ``model.plan``.
 
@@ -180,7 +183,7 @@ def make_engine(
     return bytes(plan)
 
 
-def _configure(api: Api, config: Any, request: Request) -> None:
+def _configure(api: Api, config: trt.IBuilderConfig, request: Request) -> None:
     trt, options = api.trt, request.options
     for option in ("version_compatible", "refit", "weight_streaming", "tf32"):
         # TF32 is on by default.
@@ -198,7 +201,10 @@ def _configure(api: Api, config: Any, request: Request) -> None:
 
 
 def _add_profile(
-    builder: Any, config: Any, shapes: Mapping[str, ShapeRange], messages: Messages
+    builder: trt.Builder,
+    config: trt.IBuilderConfig,
+    shapes: Mapping[str, ShapeRange],
+    messages: Messages,
 ) -> None:
     profile = builder.create_optimization_profile()
     for name, sizes in shapes.items():
@@ -215,7 +221,7 @@ def _add_profile(
         raise failure(messages, "add an optimization profile")
 
 
-def _monitor(api: Api, tell: Tell) -> Any:
+def _monitor(api: Api, tell: Tell) -> trt.IProgressMonitor:
     """Return a progress monitor that reports the phase of a build every `TELL_EVERY_S`.
 
     It never stops a build.

@@ -8,11 +8,15 @@ from __future__ import annotations
 import re
 from collections import deque
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
 
 from triptych.base.errors import UserError
 from triptych.core.engine.api import Api
 from triptych.core.engine.graph import describe_position
+
+if TYPE_CHECKING:
+    import tensorrt as trt
 
 MAX_QUOTE = 400
 MAX_LOG = 10_000
@@ -26,7 +30,7 @@ class Messages:
         # The limit is for servers, which may run for months; a build logs far fewer messages.
         self.warnings: deque[str] = deque(maxlen=MAX_LOG)
 
-    def logger(self, trt: Any) -> Any:
+    def logger(self, trt: ModuleType) -> trt.ILogger:
         """Return a logger for TensorRT that writes to this object."""
         messages, base = self, trt.ILogger
 
@@ -139,7 +143,7 @@ def failure(messages: Messages, doing: str) -> UserError:
     )
 
 
-def parser_failure(parser: Any, onnx: Path, api: Api) -> UserError:
+def parser_failure(parser: trt.OnnxParser, onnx: Path, api: Api) -> UserError:
     """Return the error for a graph that an `OnnxParser` rejects.
 
     It contains the first error, which names a node, and the number of errors.
@@ -171,7 +175,7 @@ def parser_failure(parser: Any, onnx: Path, api: Api) -> UserError:
     )
 
 
-def _node_of(error: Any, onnx: Path) -> str:
+def _node_of(error: trt.ParserError, onnx: Path) -> str:
     """Return name, operator and position of the node that an error is about."""
     import onnx as library
 

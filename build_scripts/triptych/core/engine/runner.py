@@ -15,17 +15,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
-from typing import Any, NamedTuple
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from triptych.base.arrays import Array
 from triptych.core.engine.cuda import Bytes, Cuda, EngineError, HostBuffer
 from triptych.core.engine.messages import Messages
 from triptych.spec.engine_plan import Dims, GraphSpec, ShapeRange
 
+if TYPE_CHECKING:
+    from tensorrt import ICudaEngine, IExecutionContext, Runtime
+
 # TensorRT's name of a data type -> numpy's. BF16 has none; FP8 and INT4 are no types of inputs.
-NUMPY_TYPES: Mapping[str, Any] = {
+NUMPY_TYPES: Mapping[str, type[np.generic]] = {
     "FLOAT": np.float32,
     "HALF": np.float16,
     "INT8": np.int8,
@@ -76,9 +80,9 @@ class OpenEngine:
             contains the reason of a failure.
     """
 
-    trt: Any
-    runtime: Any
-    engine: Any
+    trt: ModuleType
+    runtime: Runtime
+    engine: ICudaEngine
     inputs: tuple[EngineTensor, ...]
     outputs: tuple[EngineTensor, ...]
     profiles: tuple[Mapping[str, ShapeRange], ...]
@@ -237,7 +241,6 @@ def _misfit(profiles: Mapping[int, Profile], shapes: Shapes) -> str:
 
 __all__ = ["EngineError", "EngineRunner"]
 
-Array = np.ndarray[Any, Any]
 Feed = dict[str, Array]
 _log = logging.getLogger(__name__)
 
@@ -317,7 +320,7 @@ class EngineRunner:
         self._owned = ExitStack()
         self._cuda = Cuda(device)
         self._captured: list[_Captured] = []
-        self._contexts: dict[int, Any] = {}
+        self._contexts: dict[int, IExecutionContext] = {}
         # A context does not keep its engine alive; this reference does.
         self._opened = [open_engine(plan, host_code=host_code) if isinstance(plan, bytes) else plan]
         self._owned.callback(self._opened.clear)
@@ -398,7 +401,7 @@ class EngineRunner:
         for place in places:
             self._contexts[place] = self._new_context(opened, place)
 
-    def _new_context(self, opened: OpenEngine, place: int) -> Any:
+    def _new_context(self, opened: OpenEngine, place: int) -> IExecutionContext:
         context = opened.engine.create_execution_context()
         if context is None:
             raise opened.failure(
