@@ -21,7 +21,7 @@ class EngineOrder(TypedDict):
     settings: dict[str, object]
     weights: str  # folder
     prompts: list[list[int]]  # token ids
-    adapters: list[str]  # of each prompt; empty for the model itself
+    adapters: list[str]  # adapter of each prompt; empty for the model itself
     wanted: list[list[int]]  # token ids of the reference's answers
     max_tokens: list[int]  # maximum number of tokens of each answer
     labeled: list[tuple[list[int], int, str]]  # token ids, maximum number of tokens, adapter

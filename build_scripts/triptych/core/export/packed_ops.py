@@ -191,7 +191,7 @@ class Packed(NamedTuple):
     axis: int
 
 
-class Operation(NamedTuple):
+class TorchCall(NamedTuple):
     """Call of a function of PyTorch, whose arguments are of any type."""
 
     function: Callable[..., Any]
@@ -219,7 +219,7 @@ class Operation(NamedTuple):
 Computed = tuple[Tensor, int]
 """Packed result of an operation, and its axis of tokens."""
 
-Rule = Callable[["PackedOperations", Operation], Computed | list[Computed] | None]
+Rule = Callable[["PackedOperations", TorchCall], Computed | list[Computed] | None]
 """Function that computes an operation on packed operands; None if the operation does not compute on
 tokens alone."""
 
@@ -246,13 +246,13 @@ class PackedOperations(TorchFunctionMode):
         if self._paused or function in DESCRIPTIONS:
             return function(*arguments, **options)
         if function in LOOKUPS and self.find(arguments[0]) is None:
-            return self._look_up(Operation(function, arguments, options))
+            return self._look_up(TorchCall(function, arguments, options))
         if function is functional.linear and self._is_padded_vectors(arguments[0]):
             # Packing is worth its cost here even if the operation before computed on padded rows.
             packed = self.gather(arguments[0])
             return self.spread(function(packed, *arguments[1:], **options), 1)
         rule = RULES.get(function)
-        called = Operation(function, arguments, options)
+        called = TorchCall(function, arguments, options)
         if rule is not None and any(self.find(value) for value in called.operands):
             computed = rule(self, called)
             if isinstance(computed, list):
@@ -270,7 +270,7 @@ class PackedOperations(TorchFunctionMode):
         finally:
             self._paused = False
 
-    def _look_up(self, called: Operation) -> Tensor:
+    def _look_up(self, called: TorchCall) -> Tensor:
         """Look up vectors for ids that are the same in all rows, such as positions ``[1, L]``."""
         ids, batch = called.arguments[0], self.batch
         result: Tensor = called.on(ids)
@@ -362,7 +362,7 @@ def _equal(one: object, other: object) -> bool:
     return isinstance(one, int) and isinstance(other, int) and one == other
 
 
-def _elementwise(mode: PackedOperations, called: Operation) -> Computed | None:
+def _elementwise(mode: PackedOperations, called: TorchCall) -> Computed | None:
     """Compute an operation on elements, with operands that broadcast."""
     operands = [value for value in called.operands if isinstance(value, Tensor)]
     known = [packed for packed in map(mode.find, operands) if packed is not None]
@@ -406,7 +406,7 @@ def _aligned(mode: PackedOperations, operand: Tensor, axis: int, rank: int) -> T
     return mode.gather(operand.expand(shape), axis)
 
 
-def _first_only(mode: PackedOperations, called: Operation) -> Computed | None:
+def _first_only(mode: PackedOperations, called: TorchCall) -> Computed | None:
     """Compute an operation on the vector of each token, if its other operands are weights."""
     known = mode.find(called.arguments[0])
     others = called._replace(arguments=called.arguments[1:]).operands
@@ -426,7 +426,7 @@ def _first_only(mode: PackedOperations, called: Operation) -> Computed | None:
     return called.on(known.packed), known.axis
 
 
-def _last_axis(mode: PackedOperations, called: Operation) -> Computed | None:
+def _last_axis(mode: PackedOperations, called: TorchCall) -> Computed | None:
     """Compute a reduction or a softmax over the last axis."""
     known = mode.find(called.arguments[0])
     if known is None:
@@ -440,7 +440,7 @@ def _last_axis(mode: PackedOperations, called: Operation) -> Computed | None:
     return (result, known.axis) if isinstance(result, Tensor) else None
 
 
-def _reshape(mode: PackedOperations, called: Operation) -> Computed | None:
+def _reshape(mode: PackedOperations, called: TorchCall) -> Computed | None:
     """Change a shape such that rows and slots stay as they are or are joined."""
     known = mode.find(called.arguments[0])
     if known is None or known.axis > 1 or isinstance(called.arguments[1], torch.dtype):
@@ -455,7 +455,7 @@ def _reshape(mode: PackedOperations, called: Operation) -> Computed | None:
     return None
 
 
-def _permute(mode: PackedOperations, called: Operation) -> Computed | None:
+def _permute(mode: PackedOperations, called: TorchCall) -> Computed | None:
     """Permute axes such that the rows stay first."""
     known = mode.find(called.arguments[0])
     if known is None or not known.axis or called.options:
@@ -473,7 +473,7 @@ def _permute(mode: PackedOperations, called: Operation) -> Computed | None:
     return known.packed.permute(order), order.index(known.axis)
 
 
-def _index(mode: PackedOperations, called: Operation) -> Computed | None:
+def _index(mode: PackedOperations, called: TorchCall) -> Computed | None:
     """Slice the axes behind the tokens."""
     known = mode.find(called.arguments[0])
     if known is None or not known.axis:
@@ -492,7 +492,7 @@ def _index(mode: PackedOperations, called: Operation) -> Computed | None:
     return known.packed[index], known.axis
 
 
-def _pieces(mode: PackedOperations, called: Operation) -> list[Computed] | None:
+def _pieces(mode: PackedOperations, called: TorchCall) -> list[Computed] | None:
     """Split along the last axis; returns a list of results."""
     known = mode.find(called.arguments[0])
     dim = called.argument("dim", 2, 0)
@@ -502,7 +502,7 @@ def _pieces(mode: PackedOperations, called: Operation) -> list[Computed] | None:
     return [(part, known.axis) for part in parts]
 
 
-def _joined(mode: PackedOperations, called: Operation) -> Computed | None:
+def _joined(mode: PackedOperations, called: TorchCall) -> Computed | None:
     """Concatenate along the last axis."""
     known = [mode.find(value) for value in called.arguments[0]]
     dim = called.argument("dim", 1, 0)
