@@ -211,29 +211,25 @@ def _write_gauges(result: MonitorRun, path: Path) -> None:
         write_files(path.parent, {path.name: metrics_text(result)})
 
 
-@verb()
-def shadow(
-    name: Name,
-    candidate: Annotated[
-        str,
-        typer.Argument(help="Repository with the other build, or the ID of a replaced build."),
-    ],
-    folders: Folders,
-    samples: Samples = SAMPLES,
+@dataclass(frozen=True, kw_only=True)
+class ReplayedLoad:
+    """Rows that `shadow` replays, and their load."""
+
+    samples: Samples = SAMPLES
     from_traffic: Annotated[
         bool, typer.Option("--traffic", help="Replay traffic.jsonl instead of the sampled rows.")
-    ] = False,
+    ] = False
     max_rows: Annotated[
         int,
         typer.Option(min=1, help="Maximum number of rows that are replayed."),
-    ] = 2000,
-    clients: Annotated[int, typer.Option(min=1, max=128, help="Number of requests in flight.")] = 8,
+    ] = 2000
+    clients: Annotated[int, typer.Option(min=1, max=128, help="Number of requests in flight.")] = 8
     rate: Annotated[
         float | None,
         typer.Option(
             help="Requests/s sent without waiting for responses. Default: the load of --clients."
         ),
-    ] = None,
+    ] = None
     max_rounds: Annotated[
         int,
         typer.Option(
@@ -242,11 +238,22 @@ def shadow(
             help="Maximum number of rounds under load on each build. They end with a "
             "verdict that 95 % confidence allows; 0 compares the answers only.",
         ),
-    ] = 30,
+    ] = 30
     window_seconds: Annotated[
         float,
         typer.Option(min=0.3, help="Duration of each measurement, in seconds."),
-    ] = 3.0,
+    ] = 3.0
+
+
+@verb()
+def shadow(
+    name: Name,
+    candidate: Annotated[
+        str,
+        typer.Argument(help="Repository with the other build, or the ID of a replaced build."),
+    ],
+    folders: Folders,
+    replay: ReplayedLoad,
     reports: Reports = REPORTS,
     as_json: Json = False,
 ) -> None:
@@ -265,19 +272,23 @@ def shadow(
     from triptych.spec.any_spec import load_compiled
 
     check_writable(reports / name / "shadow", "--reports")
-    closed, rates = ([clients], []) if rate is None else ([], [rate])
+    closed, rates = ([replay.clients], []) if replay.rate is None else ([], [replay.rate])
     (load,) = parse_loads(closed, rates, "poisson", 1)
     spec = load_compiled(folders.pipelines / name)
     inputs = read_compiled(spec, progress).with_built_layout(folders.repository)
     sample = None
-    if not from_traffic and spec.serving.sample is not None:
+    if not replay.from_traffic and spec.serving.sample is not None:
         keep_hours = spec.serving.sample.retention_hours
-        sample = read_sample(samples, name, progress, keep_hours=keep_hours)
-    replay = ReplayOptions(
-        max_rows=max_rows, clients=clients, load=load, rounds=max_rounds, seconds=window_seconds
+        sample = read_sample(replay.samples, name, progress, keep_hours=keep_hours)
+    options = ReplayOptions(
+        max_rows=replay.max_rows,
+        clients=replay.clients,
+        load=load,
+        rounds=replay.max_rounds,
+        seconds=replay.window_seconds,
     )
     with sigterm_as_interrupt(), _candidate(name, folders.repository, candidate) as other:
-        found = compare_candidate(inputs, folders.repository, other, sample, replay, progress)
+        found = compare_candidate(inputs, folders.repository, other, sample, options, progress)
     write_report(lambda target: write_shadow_report(found, target), reports / name / "shadow")
     lines = format_comparison(found)
     exit_with_verdict(found.as_dict(), lines, passed=found.passed, as_json=as_json)
