@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import grpc  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2_grpc
@@ -172,7 +172,7 @@ class Tls:
                 remedy="Give the other one too",
             )
 
-    def credentials(self) -> Any:
+    def credentials(self) -> grpc.ChannelCredentials:
         """Return gRPC credentials; raise a `UserError` if a file cannot be read."""
         return grpc.ssl_channel_credentials(
             root_certificates=_read_pem("tls.root_certificates", self.root_certificates),
@@ -264,7 +264,7 @@ class ChannelFactory:
         # Credentials are read once, because channels with equal credentials share connections.
         self._credentials = None if tls is None else tls.credentials()
 
-    def open(self, library: Any) -> Any:
+    def open(self, library: ModuleType) -> grpc.Channel:
         """Return a channel of `grpc` for threads, or of `grpc.aio` for the running event loop."""
         if self._credentials is None:
             return library.insecure_channel(self._uri, options=self._options)
@@ -295,7 +295,7 @@ class Opened:
             for ever.
     """
 
-    def __init__(self, channel: Any) -> None:
+    def __init__(self, channel: grpc.Channel) -> None:
         self.channel = channel
         self.stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         self.calls = 0
@@ -318,7 +318,7 @@ class Connection:
 
     def __init__(
         self,
-        open_channel: Callable[[], Any],
+        open_channel: Callable[[], grpc.Channel],
         close: Callable[[Opened], None],
         dns_refresh_s: float | None,
     ) -> None:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 from weakref import WeakSet
 
 from numpy.typing import NDArray
@@ -51,6 +51,9 @@ from triptych.client.wire import (
     read_config,
 )
 from triptych.client.work import Work
+
+if TYPE_CHECKING:
+    import grpc  # type: ignore[import-untyped]
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -280,7 +283,9 @@ class PipelineClient:
                 raise mismatch from error
             raise
 
-    def _error(self, code: Any, details: str | None, rows: Sequence[int] = ()) -> InferenceError:
+    def _error(
+        self, code: grpc.StatusCode, details: str | None, rows: Sequence[int] = ()
+    ) -> InferenceError:
         error = status_error(code.name, details or "", url=self.url, rows=rows)
         if isinstance(error, InvalidRequestError) and error.row is None:
             # The pipeline may have been rebuilt with a lower batch limit, so read it again.

@@ -6,7 +6,7 @@ import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypedDict
 
 from triptych.client.errors import (
     DeadlineExceededError,
@@ -21,6 +21,9 @@ from triptych.client.wire import (
     generation_request,
     read_outputs,
 )
+
+if TYPE_CHECKING:
+    from tritonclient.grpc import service_pb2
 
 
 class Sampling(TypedDict, total=False):
@@ -122,8 +125,8 @@ class GenerationRequest(NamedTuple):
         remaining_s: Time left in seconds; None for no limit.
     """
 
-    request: Any
-    cancel: Any
+    request: service_pb2.ModelInferRequest
+    cancel: service_pb2.ModelInferRequest
     remaining_s: float | None
 
 
@@ -168,7 +171,7 @@ class GenerationState:
             remaining_s,
         )
 
-    def read(self, response: Any) -> Chunk:
+    def read(self, response: service_pb2.ModelStreamInferResponse) -> Chunk:
         """Return the chunk in a ``ModelStreamInferResponse``.
 
         Raises:

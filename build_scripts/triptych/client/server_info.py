@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING
 
 from triptych.base.errors import UserError, closest
 from triptych.client.connection import read_target
@@ -15,6 +15,9 @@ from triptych.client.errors import (
     status_error,
 )
 from triptych.spec.kind import STEP_SUFFIXES
+
+if TYPE_CHECKING:
+    from tritonclient.grpc import service_pb2
 
 _TIMEOUT_S = 120.0
 _CONFIG_TIMEOUT_S = 10.0
@@ -182,7 +185,7 @@ class StepStatistics:
         return StepStatistics(self.model, **sums)
 
 
-def read_statistics(model: str, response: Any) -> StepStatistics:
+def read_statistics(model: str, response: service_pb2.ModelStatisticsResponse) -> StepStatistics:
     """Return the sums over all versions in a ``ModelStatisticsResponse``."""
     versions = list(response.model_stats)
     inferences = [version.inference_stats for version in versions]

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
@@ -32,6 +32,9 @@ from triptych.client.errors import (
 )
 from triptych.client.flows import CALL_HEADERS, PipelineClient
 from triptych.client.generation import Chunk, Completion, GenerationRequest, GenerationState
+
+if TYPE_CHECKING:
+    from tritonclient.grpc import service_pb2
 
 Result = TypeVar("Result")
 
@@ -56,7 +59,7 @@ class _Messages:
         self._ended = ended
         self.late = False
 
-    def sent(self) -> Iterator[Any]:
+    def sent(self) -> Iterator[service_pb2.ModelInferRequest]:
         """Yield each message when it has to be sent."""
         yield self._request.request
         try:
@@ -66,7 +69,7 @@ class _Messages:
         if cancel:
             yield self._request.cancel
 
-    async def sent_async(self) -> AsyncIterator[Any]:
+    async def sent_async(self) -> AsyncIterator[service_pb2.ModelInferRequest]:
         """Yield each message when it has to be sent, on an event loop."""
         yield self._request.request
         try:
@@ -132,7 +135,7 @@ class _Stream:
             raise CanceledError("The generation has ended. Start another.")
         return Completion.join(chunks)
 
-    async def _receive(self, call: Any) -> Any:
+    async def _receive(self, call: grpc.Call) -> Any:
         """Return the next response, the error in its place, or None at the end."""
         raise NotImplementedError
 
@@ -143,11 +146,11 @@ class _Stream:
         """Return the messages of an attempt, and the iterator of them that gRPC reads."""
         raise NotImplementedError
 
-    def _cancel(self, call: Any, messages: _Messages, give_back: Callable[[], None]) -> None:
+    def _cancel(self, call: grpc.Call, messages: _Messages, give_back: Callable[[], None]) -> None:
         """Cancel the generation, and give its channel back when it has ended."""
         raise NotImplementedError
 
-    def _begin(self, *, stream: bool) -> Any:
+    def _begin(self, *, stream: bool) -> grpc.Call:
         if self._call is None:
             self._client._raise_if_closed()
             request = self._state.next_request(stream=stream)
@@ -163,7 +166,9 @@ class _Stream:
             self._call.add_done_callback(lambda _call: messages.end(cancel=False))
         return self._call
 
-    def _checked(self, response: Any) -> Any:
+    def _checked(
+        self, response: service_pb2.ModelStreamInferResponse | None
+    ) -> service_pb2.ModelStreamInferResponse | InferenceError | None:
         """Return the response, or the error that it carries."""
         if self._messages.late:
             return self._client._error(grpc.StatusCode.DEADLINE_EXCEEDED, "")
@@ -237,7 +242,7 @@ class Generation(_Stream, Iterator[Chunk]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    async def _receive(self, call: Any) -> Any:
+    async def _receive(self, call: grpc.Call) -> Any:
         try:
             with self._reading:
                 return self._checked(next(call, None))
@@ -251,7 +256,7 @@ class Generation(_Stream, Iterator[Chunk]):
         messages = _Messages(request, SimpleQueue())
         return messages, messages.sent()
 
-    def _cancel(self, call: Any, messages: _Messages, give_back: Callable[[], None]) -> None:
+    def _cancel(self, call: grpc.Call, messages: _Messages, give_back: Callable[[], None]) -> None:
         if sys.is_finalizing():  # no thread starts any more
             call.cancel()
             return
@@ -271,7 +276,7 @@ def _run_blocking(coroutine: Coroutine[Any, Any, Result]) -> Result:
     raise AssertionError("the coroutine suspended")
 
 
-def _read_to_end(call: Any, reading: threading.Lock, give_back: Callable[[], None]) -> None:
+def _read_to_end(call: grpc.Call, reading: threading.Lock, give_back: Callable[[], None]) -> None:
     cut = threading.Timer(GIVE_UP_S, call.cancel)
     cut.start()
     try:
@@ -314,7 +319,7 @@ class AsyncGeneration(_Stream, AsyncIterator[Chunk]):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _receive(self, call: Any) -> Any:
+    async def _receive(self, call: grpc.Call) -> Any:
         self._loop = asyncio.get_running_loop()
         # Canceling a task that waits for a call cancels the call, so another task waits for it.
         self._reading = reading = self._reading or asyncio.ensure_future(call.read())
@@ -338,7 +343,7 @@ class AsyncGeneration(_Stream, AsyncIterator[Chunk]):
         messages = _Messages(request, asyncio.Queue())
         return messages, messages.sent_async()
 
-    def _cancel(self, call: Any, messages: _Messages, give_back: Callable[[], None]) -> None:
+    def _cancel(self, call: grpc.Call, messages: _Messages, give_back: Callable[[], None]) -> None:
         loop, reading, client = self._loop, self._reading, self._client
         if loop is None or loop.is_closed():
             return

@@ -241,7 +241,7 @@ def infer_request(
     parameters: Mapping[str, Parameter],
     options: Mapping[str, str],
     encoded: EncodedRows | None = None,
-) -> Any:
+) -> service_pb2.ModelInferRequest:
     """Return the ``ModelInferRequest`` with these rows of `columns`, each input of shape [rows, 1].
 
     Those `parameters` that are `options` (name to datatype) are sent as inputs, too. Typed inputs
@@ -303,7 +303,7 @@ _OPTION_WORDS = {"BOOL": "a bool", "INT32": "a 32-bit int", "FP32": "a float", "
 
 def generation_request(
     pipeline: str, texts: Mapping[str, bytes], *, stream: bool, name: str
-) -> Any:
+) -> service_pb2.ModelInferRequest:
     """Return the ``ModelInferRequest`` of a generation: texts of shape [1], and `stream`.
 
     `cancelling_request` with the same `name` cancels it.
@@ -314,12 +314,14 @@ def generation_request(
     return request
 
 
-def cancelling_request(pipeline: str, name: str) -> Any:
+def cancelling_request(pipeline: str, name: str) -> service_pb2.ModelInferRequest:
     """Return the request that cancels the generation of this name, on the same stream."""
     return _texts_request(pipeline, {"cancel": name.encode()}, "")
 
 
-def _texts_request(pipeline: str, texts: Mapping[str, bytes], name: str) -> Any:
+def _texts_request(
+    pipeline: str, texts: Mapping[str, bytes], name: str
+) -> service_pb2.ModelInferRequest:
     request = service_pb2.ModelInferRequest(model_name=pipeline, id=name)
     for field_name, text in texts.items():
         request.inputs.add(name=field_name, datatype="BYTES", shape=(1,))
@@ -327,7 +329,7 @@ def _texts_request(pipeline: str, texts: Mapping[str, bytes], name: str) -> Any:
     return request
 
 
-def _set_parameter(target: Any, name: str, value: object) -> None:
+def _set_parameter(target: service_pb2.InferParameter, name: str, value: object) -> None:
     # bool before int: every bool is an int. numpy's scalars are Python's by way of `item`.
     if isinstance(value, np.generic):
         value = value.item()
@@ -349,7 +351,7 @@ def _set_parameter(target: Any, name: str, value: object) -> None:
         )
 
 
-def read_outputs(response: Any) -> dict[str, NDArray[np.generic]]:
+def read_outputs(response: service_pb2.ModelInferResponse) -> dict[str, NDArray[np.generic]]:
     """Return the arrays of a ``ModelInferResponse``, each [rows, …].
 
     They are read-only views of the response. BYTES become arrays of objects, each `str`; bytes that
@@ -383,7 +385,7 @@ def _read_elements(raw: bytes) -> NDArray[np.object_]:
     return array
 
 
-def read_config(response: Any) -> PipelineConfig:
+def read_config(response: service_pb2.ModelConfigResponse) -> PipelineConfig:
     """Return the interface in a ``ModelConfigResponse``.
 
     Raises:
@@ -417,6 +419,6 @@ def read_config(response: Any) -> PipelineConfig:
     )
 
 
-def _datatype(tensor: Any) -> str:
+def _datatype(tensor: model_config_pb2.ModelInput | model_config_pb2.ModelOutput) -> str:
     name: str = model_config_pb2.DataType.Name(tensor.data_type).removeprefix("TYPE_")
     return "BYTES" if name == "STRING" else name

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,9 @@ from triptych.client.wire import (
     infer_request,
     read_outputs,
 )
+
+if TYPE_CHECKING:
+    from tritonclient.grpc import service_pb2
 
 END_S = 0.1
 """Time in seconds in which requests beside one that failed may end before they are canceled.
@@ -171,7 +174,7 @@ class Work:
             return None
         return max(0.0, self._waiting[0].due_s - time.monotonic())
 
-    def request(self, portion: Portion) -> tuple[Any, float | None]:
+    def request(self, portion: Portion) -> tuple[service_pb2.ModelInferRequest, float | None]:
         """Return the message of a request and its time limit in seconds (None: no limit).
 
         Raises:
@@ -194,7 +197,7 @@ class Work:
         )
         return request, remaining_s
 
-    def answered(self, portion: Portion, response: Any) -> None:
+    def answered(self, portion: Portion, response: service_pb2.ModelInferResponse) -> None:
         """Store the result of `portion`.
 
         Raises:

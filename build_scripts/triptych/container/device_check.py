@@ -169,7 +169,7 @@ def compare(wanted: Answer, got: Answer, rules: Rules) -> tuple[str, bool]:
     return "", False
 
 
-def _parts(answer: Answer, rules: Rules) -> Iterator[tuple[str, Any, list[float]]]:
+def _parts(answer: Answer, rules: Rules) -> Iterator[tuple[str, object, list[float]]]:
     """Yield the name of each output, what has to be equal in it, and its fractional numbers.
 
     Scores that are named by another output are in the order of the names, because the order of
@@ -196,7 +196,7 @@ def _parts(answer: Answer, rules: Rules) -> Iterator[tuple[str, Any, list[float]
             yield name, [output["shape"], values], []
 
 
-def _without_numbers(value: object, numbers: list[float]) -> Any:
+def _without_numbers(value: object, numbers: list[float]) -> object:
     """Return a value of JSON with its fractional numbers moved into `numbers`."""
     if isinstance(value, dict):
         return {name: _without_numbers(each, numbers) for name, each in sorted(value.items())}
@@ -285,7 +285,7 @@ class PassedChecks:
             return check.device.is_known and file.lstat().st_uid in (os.geteuid(), 0)
         return False
 
-    def find_devices(self, manifest: Mapping[str, object]) -> list[dict[str, Any]]:
+    def find_devices(self, manifest: Mapping[str, object]) -> list[dict[str, object]]:
         """Return the parts of each device on which a build passed, as of `find_device`."""
         devices = []
         for file in sorted(self.folder.glob(f"{_hash_build(manifest)}-*")):

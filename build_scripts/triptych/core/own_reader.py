@@ -155,7 +155,7 @@ class OwnReader:
         columns = self.request(sent, {}, "").columns or {}
         return hash_inputs({name: np.asarray(each).tolist() for name, each in columns.items()})
 
-    def encode(self, sent: Mapping[str, object]) -> dict[str, Any]:
+    def encode(self, sent: Mapping[str, object]) -> dict[str, object]:
         """Return inputs with numbers and lists as arrays without the batch, for load tests."""
         return {
             name: value
@@ -249,7 +249,7 @@ class OwnReader:
         drawn = np.random.default_rng(0)
         rows = []
         for row in range(_DEVICE_ROWS):
-            sent: dict[str, Any] = {}
+            sent: dict[str, object] = {}
             for name, field in self._spec.inputs.items():
                 known = [np.asarray(each[name]) for each in traffic if name in each]
                 if field.type == "bytes" and not field.shape:
@@ -289,7 +289,7 @@ class OwnReader:
 
     def _edge_values(
         self, traffic: Sequence[Mapping[str, object]]
-    ) -> Iterator[tuple[str, str, Any]]:
+    ) -> Iterator[tuple[str, str, object]]:
         for name, field in self._spec.inputs.items():
             if field.type == "text" and not field.shape:
                 yield from ((name, kind, text) for kind, text in EDGE_TEXTS.items())
@@ -327,7 +327,7 @@ class OwnReader:
             remedy="Correct the function, or remove the row from traffic.jsonl",
         )
 
-    def _value(self, name: str, value: object) -> Any:
+    def _value(self, name: str, value: object) -> object:
         """Return a value as a client sends it: the content of the file for bytes."""
         if self._spec.inputs[name].type != "bytes":
             return value

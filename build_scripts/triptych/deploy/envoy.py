@@ -315,7 +315,7 @@ class Listen:
 class Route(NamedTuple):
     """Kind of request, selected by Envoy's match of its path."""
 
-    match: dict[str, Any]
+    match: dict[str, object]
     is_inference: bool = False
     is_stream: bool = False
 
@@ -360,7 +360,7 @@ def bootstrap(
     admin_socket: str = ADMIN_SOCKET,
     tls: EnvoyTls | None = None,
     collector: str | None = None,
-) -> Any:
+) -> object:
     """Return the configuration, with the reasons of its numbers (see `base.explained`).
 
     Args:
@@ -413,7 +413,7 @@ def bootstrap(
     )
 
 
-def _admin_pages(listen: Listen) -> Iterator[dict[str, Any]]:
+def _admin_pages(listen: Listen) -> Iterator[dict[str, object]]:
     """Yield the template's data of the listeners for pages of the admin interface."""
     pages = {"/metrics": "/stats/prometheus", "/ready": "/ready"}
     yield {"name": "metrics", "host": listen.host, "port": listen.metrics_port, "paths": pages}
@@ -422,7 +422,7 @@ def _admin_pages(listen: Listen) -> Iterator[dict[str, Any]]:
         yield {"name": "drain", "host": "127.0.0.1", "port": listen.drain_port, "paths": pages}
 
 
-def _cluster(service: Service, name: str, endpoints: EndpointNames) -> dict[str, Any]:
+def _cluster(service: Service, name: str, endpoints: EndpointNames) -> dict[str, object]:
     """Return the template's data of a cluster of `endpoints`."""
     port = endpoints.grpc_port if service.is_grpc else endpoints.http_port
     return {
@@ -433,7 +433,7 @@ def _cluster(service: Service, name: str, endpoints: EndpointNames) -> dict[str,
     }
 
 
-def assigned(cluster: str, addresses: Iterable[tuple[str, int]]) -> dict[str, Any]:
+def assigned(cluster: str, addresses: Iterable[tuple[str, int]]) -> dict[str, object]:
     """Return the part of a configuration with the hosts and ports of a cluster."""
     hosts = [
         {"endpoint": {"address": {"socket_address": {"address": host, "port_value": port}}}}
@@ -442,14 +442,14 @@ def assigned(cluster: str, addresses: Iterable[tuple[str, int]]) -> dict[str, An
     return {"cluster_name": cluster, "endpoints": [{"lb_endpoints": hosts}]}
 
 
-def _collector_cluster(url: str) -> dict[str, Any]:
+def _collector_cluster(url: str) -> dict[str, object]:
     """Return the cluster of a collector of OpenTelemetry, by its URL.
 
     Its certificate is checked with the authorities of `SSL_CERT_FILE`, or those of the system.
     """
     parts = urlsplit(url)
     host, is_encrypted = str(parts.hostname), parts.scheme == "https"
-    cluster: dict[str, Any] = {
+    cluster: dict[str, object] = {
         "name": _COLLECTOR,
         "type": "STRICT_DNS",
         "connect_timeout": "5s",
@@ -504,9 +504,9 @@ class EnvoyTls:
     certificates: str
     client_ca: str | None = None
 
-    def transport_socket(self, *, is_grpc: bool) -> dict[str, Any]:
+    def transport_socket(self, *, is_grpc: bool) -> dict[str, object]:
         """Return the settings of encryption of a listener."""
-        common: dict[str, Any] = {
+        common: dict[str, object] = {
             "tls_params": {"tls_minimum_protocol_version": "TLSv1_2"},
             "alpn_protocols": ["h2" if is_grpc else "http/1.1"],
             "tls_certificate_sds_secret_configs": [self._secret("certificate")],
@@ -536,7 +536,7 @@ class EnvoyTls:
             for name, value in found.items()
         }
 
-    def _secret(self, name: str) -> dict[str, Any]:
+    def _secret(self, name: str) -> dict[str, object]:
         source = {
             "path": f"{self.folder}/{name}.yaml",
             "watched_directory": {"path": self.folder},
@@ -545,7 +545,7 @@ class EnvoyTls:
         return {"name": name, "sds_config": config}
 
 
-def _watched(folder: str, **files: str) -> dict[str, Any]:
+def _watched(folder: str, **files: str) -> dict[str, object]:
     sources = {name: {"filename": f"{folder}/{file}"} for name, file in files.items()}
     return {**sources, "watched_directory": {"path": folder}}
 

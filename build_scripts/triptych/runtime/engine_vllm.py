@@ -163,7 +163,7 @@ class Engine:
             self._engine.shutdown()
 
 
-def room_for_adapters(ranks: Mapping[str, int], *, spare: bool) -> dict[str, Any]:
+def room_for_adapters(ranks: Mapping[str, int], *, spare: bool) -> dict[str, object]:
     """Return the engine's arguments that keep all adapters in memory at once.
 
     Args:
@@ -206,7 +206,7 @@ def _find_packages() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
 
 
-def _load_listener(on_load: OnLoad) -> Any:
+def _load_listener(on_load: OnLoad) -> object:
     """Return a factory of vLLM loggers that report the scheduler's load after each step."""
     from vllm.v1.metrics.loggers import StatLoggerBase
 

@@ -210,7 +210,7 @@ class TritonPythonModel:
             left_s=request.timeout() / 1e6 or None,  # in microseconds, and 0 without a deadline
         )
 
-    def _read_texts(self, inputs: Inputs) -> dict[str, Any]:
+    def _read_texts(self, inputs: Inputs) -> dict[str, object]:
         return {
             field: read_bytes(inputs, field)
             if field in self._encoded

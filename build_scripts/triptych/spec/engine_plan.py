@@ -173,11 +173,11 @@ class EnginePlan:
     graph_specs: tuple[GraphSpec, ...]
     options: Mapping[str, Any]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return data for the build manifest that `from_dict` reads."""
         from pydantic import TypeAdapter  # imported late: running an engine does not need pydantic
 
-        plain: dict[str, Any] = TypeAdapter(EnginePlan).dump_python(self, mode="json")
+        plain: dict[str, object] = TypeAdapter(EnginePlan).dump_python(self, mode="json")
         return plain
 
     @staticmethod

@@ -201,7 +201,7 @@ class _Fitted:
             yield f"  {name}: {_field(tensor)}{metric}"
             metric = ""
 
-    def _rows(self) -> Iterator[dict[str, Any]]:
+    def _rows(self) -> Iterator[dict[str, object]]:
         random = np.random.default_rng(0)
         for number in range(len(SAMPLES) if self._images else RANDOM_ROWS):
             low, high = (8, 33) if len(self._free) == 1 else (16, 17)  # all rows have one size
@@ -250,9 +250,9 @@ def _random_value(
     shape: Sequence[int],
     random: np.random.Generator,
     ranges: Mapping[str, tuple[float, float]],
-) -> Any:
+) -> object:
     """Return a value for a row of the traffic, as JSON has it."""
-    value: Any
+    value: object
     if "mask" in name or tensor.kind == "BOOL":  # of the present elements
         value = np.ones(shape, np.bool_ if tensor.kind == "BOOL" else np.int64)
     elif tensor.kind in _TYPES:
