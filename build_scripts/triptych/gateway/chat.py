@@ -128,7 +128,7 @@ class _GenerationBody(Body):
     stream_options: StreamOptions | None = None
     user: str | None = None
 
-    def sampling(self, **others: Any) -> Sampling:
+    def sampling(self, **others: object) -> Sampling:
         """Return the given sampling parameters, and those of the key."""
         values = {name: getattr(self, name) for name in _SAMPLING} | others
         values |= CALL_PARAMETERS.get() or {}
@@ -339,7 +339,7 @@ class Generate(Endpoints):
 async def _events(
     generation: AsyncGeneration,
     first: Chunk | None,
-    head: Mapping[str, Any],
+    head: Mapping[str, object],
     form: _ChatForm | _CompletionForm,
     options: StreamOptions,
 ) -> AsyncIterator[bytes]:
@@ -379,7 +379,7 @@ async def _events(
     yield b"data: [DONE]\n\n"
 
 
-def _event(data: Mapping[str, Any]) -> bytes:
+def _event(data: Mapping[str, object]) -> bytes:
     return b"data: " + to_json(data) + b"\n\n"
 
 

@@ -41,7 +41,7 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-def _whole(given: Any) -> Any:
+def _whole(given: object) -> Any:
     if isinstance(given, list):
         return [_whole(each) for each in given] if float in set(map(type, given)) else given
     return int(given) if isinstance(given, float) and given.is_integer() else given

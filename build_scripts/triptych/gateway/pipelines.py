@@ -80,7 +80,7 @@ class PreprocessFiles:
         return self._maker
 
     def count(
-        self, columns: Mapping[str, list[str]], parameters: Mapping[str, Any]
+        self, columns: Mapping[str, list[str]], parameters: Mapping[str, object]
     ) -> list[int] | None:
         """Return the number of tokens of each row; None if it is not known."""
         if self.has_hooks:
@@ -103,7 +103,7 @@ class PreprocessFiles:
         return counts or None
 
     def find_refused(
-        self, columns: Mapping[str, list[str]], parameters: Mapping[str, Any]
+        self, columns: Mapping[str, list[str]], parameters: Mapping[str, object]
     ) -> tuple[int, Exception] | None:
         """Return the first row that would be refused without truncation, and its error."""
         rows = zip(*columns.values(), strict=True)
@@ -292,7 +292,7 @@ class Pipeline:
             return []
 
     async def count_tokens(
-        self, columns: Mapping[str, list[str]], parameters: Mapping[str, Any]
+        self, columns: Mapping[str, list[str]], parameters: Mapping[str, object]
     ) -> int | None:
         """Return the number of tokens of all rows; None without the files of the pipeline.
 

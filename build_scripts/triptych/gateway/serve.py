@@ -149,7 +149,7 @@ class _Server(uvicorn.Server):  # type: ignore[misc]
         self._stamps = file_stamps(tls.paths) if tls else None
         self._on_ready = on_ready
 
-    async def startup(self, sockets: Any = None) -> None:
+    async def startup(self, sockets: object = None) -> None:
         await super().startup(sockets)
         if self.started:
             self._on_ready(self.servers[0].sockets[0].getsockname()[1])

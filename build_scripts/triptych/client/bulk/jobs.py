@@ -353,7 +353,7 @@ class TensorSender:
         except (OSError, ValueError) as error:
             raise ValueError(f"`{name}` must be a readable file. Given: {error}") from None
 
-    def _key(self, own: Mapping[str, Any], inputs: Mapping[str, Any]) -> str:
+    def _key(self, own: Mapping[str, object], inputs: Mapping[str, object]) -> str:
         parameters = dict(self.parameters)
         for name, value in own.items():
             if (parameter := request_parameter(value)) is None:
@@ -365,7 +365,7 @@ class TensorSender:
         return json.dumps([parameters, sorted(inputs)], sort_keys=True)
 
     async def _send_with_retries(
-        self, rows: Sequence[Mapping[str, Any]], parameters: Mapping[str, Parameter]
+        self, rows: Sequence[Mapping[str, object]], parameters: Mapping[str, Parameter]
     ) -> list[RowResult]:
         failed: Sequence[int] = range(len(rows))
         try:
@@ -387,7 +387,7 @@ class TensorSender:
         return results
 
     async def _send(
-        self, rows: Sequence[Mapping[str, Any]], parameters: Mapping[str, Parameter]
+        self, rows: Sequence[Mapping[str, object]], parameters: Mapping[str, Parameter]
     ) -> list[RowResult]:
         inputs = {name: [row[name] for row in rows] for name in rows[0]}
         # Allow for the requests running one after the other, because others are in flight too.

@@ -120,7 +120,7 @@ def _read_lines(plan: Plan, names: Sequence[str]) -> list[Line]:
     ]
 
 
-def _key(row: Mapping[str, Any], names: list[str]) -> str:
+def _key(row: Mapping[str, object], names: list[str]) -> str:
     return hash_inputs({name: row[name] for name in names})
 
 
