@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from triptych.base.errors import UserError
+
+if TYPE_CHECKING:
+    from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 
 @dataclass(frozen=True, order=True)
@@ -167,13 +170,13 @@ def fields_newer_than(config: object, release: Release) -> list[Since]:
     ]
 
 
-def parameters_newer_than(config: Any, release: Release) -> list[Since]:
+def parameters_newer_than(config: ModelConfig, release: Release) -> list[Since]:
     """Return the `parameters` of `config` that its backend ignores in a release."""
     known = BACKEND_PARAMETERS.get(config.backend, ())
     return [since for since in known if since.release > release and since.name in config.parameters]
 
 
-def without_newer_fields(config: Any, release: Release) -> Any:
+def without_newer_fields(config: ModelConfig, release: Release) -> ModelConfig:
     """Return a copy of `config` without the fields and parameters that a release lacks."""
     copy = type(config)()
     copy.CopyFrom(config)

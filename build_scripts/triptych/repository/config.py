@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from triptych.base.errors import UserError
 from triptych.base.onnx_graph import MODEL_FILE
@@ -24,10 +24,13 @@ from triptych.spec.model_fields import CompiledSpec
 from triptych.spec.plan import Plan
 from triptych.spec.slo import Slo
 
+if TYPE_CHECKING:
+    from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelOptimizationPolicy
+
 CONFIG_FILE = "config.pbtxt"
 
 
-def new_config(**fields: object) -> Any:
+def new_config(**fields: object) -> ModelConfig:
     """Return an `inference.ModelConfig` message with `fields` set.
 
     Raises:
@@ -39,7 +42,7 @@ def new_config(**fields: object) -> Any:
     return ModelConfig(**fields)
 
 
-def parse_config(text: str, *, file: str = CONFIG_FILE) -> Any:
+def parse_config(text: str, *, file: str = CONFIG_FILE) -> ModelConfig:
     """Parse the text of a ``config.pbtxt``.
 
     Raises:
@@ -58,7 +61,7 @@ def parse_config(text: str, *, file: str = CONFIG_FILE) -> Any:
         ) from error
 
 
-def read_config(path: Path) -> Any:
+def read_config(path: Path) -> ModelConfig:
     return parse_config(path.read_text(encoding="utf-8"), file=str(path))
 
 
@@ -218,7 +221,7 @@ def session_parameters(options: SessionOptions) -> dict[str, str]:
     return parameters | ARENA[options.memory_arena]
 
 
-def core_config(plan: Plan) -> Any:
+def core_config(plan: Plan) -> ModelConfig:
     """Return the core's ModelConfig; all numbers come from the plan."""
     core, serving = plan.spec.core, plan.spec.serving
     config = new_config(
@@ -252,7 +255,7 @@ def core_config(plan: Plan) -> Any:
     return config
 
 
-def _run_requests_alone(config: Any) -> None:
+def _run_requests_alone(config: ModelConfig) -> None:
     """Give a core the batch dimension in `dims`, so that each request is a batch of its own."""
     config.max_batch_size = 0
     config.default_model_filename = MODEL_FILE
@@ -268,9 +271,9 @@ def _run_requests_alone(config: Any) -> None:
         config.ClearField("dynamic_batching")
 
 
-def _instances(plan: Plan) -> dict[str, Any]:
+def _instances(plan: Plan) -> dict[str, object]:
     core, serving = plan.spec.core, plan.spec.serving
-    group: dict[str, Any] = {"kind": "KIND_CPU", "count": serving.instances.core}
+    group: dict[str, object] = {"kind": "KIND_CPU", "count": serving.instances.core}
     if core.device == "gpu":
         # Without ids Triton runs the instances on each GPU that it sees.
         group |= {"kind": "KIND_GPU", "gpus": [] if serving.gpus == "all" else serving.gpus}
@@ -289,7 +292,7 @@ def _instances(plan: Plan) -> dict[str, Any]:
     return group
 
 
-def _optimize(plan: Plan, optimization: Any) -> None:
+def _optimize(plan: Plan, optimization: ModelOptimizationPolicy) -> None:
     core, transfers, engine = plan.spec.core, plan.spec.serving.transfers, plan.engine
     optimization.input_pinned_memory.enable = transfers.pinned_input
     optimization.output_pinned_memory.enable = transfers.pinned_output
@@ -350,7 +353,7 @@ def _accelerator(engine: EnginePlan, core: CoreSettings) -> dict[str, str]:
     }
 
 
-def _join_rows(plan: Plan, config: Any) -> None:
+def _join_rows(plan: Plan, config: ModelConfig) -> None:
     """Declare that rows of a batch are joined end to end, and that results per token are split."""
     ragged = INPUT_IDS.name
     next(i for i in config.input if i.name == ragged).allow_ragged_batch = True
@@ -378,7 +381,7 @@ def _join_rows(plan: Plan, config: Any) -> None:
         )
 
 
-def _warm_up(plan: Plan, *, rows: int, tokens: int) -> dict[str, Any]:
+def _warm_up(plan: Plan, *, rows: int, tokens: int) -> dict[str, object]:
     # The server makes `batch_size` requests of the single row in the files.
     return {
         "name": f"{rows}x{tokens}",
@@ -403,17 +406,17 @@ def warm_up_file(tensor: Tensor, tokens: int) -> str:
     return f"{tensor.name}.{tokens}"
 
 
-def declare(tensor: Tensor) -> dict[str, Any]:
+def declare(tensor: Tensor) -> dict[str, object]:
     """Return a tensor as an output of a config, or as a required input."""
     return {"name": tensor.name, "data_type": tensor.config_type, "dims": tensor.config_dims}
 
 
-def declare_input(tensor: Tensor) -> dict[str, Any]:
+def declare_input(tensor: Tensor) -> dict[str, object]:
     """Return a tensor as an input of a config, which requests may leave out if it is optional."""
     return {**declare(tensor), "optional": tensor.optional}
 
 
-def version_policy(versions: Sequence[int]) -> dict[str, Any] | None:
+def version_policy(versions: Sequence[int]) -> dict[str, object] | None:
     """Return the policy that serves these versions; None for one version, as Triton's default."""
     return {"specific": {"versions": sorted(set(versions))}} if len(versions) > 1 else None
 
@@ -425,7 +428,7 @@ COUNTED_FROM = first_release("metrics-config.histogram_latencies")
 """First release whose histogram counts ordinary models."""
 
 
-def latency_buckets(slo: Slo) -> dict[str, Any]:
+def latency_buckets(slo: Slo) -> dict[str, object]:
     """Return histogram buckets with an upper bound at each SLO latency, in milliseconds.
 
     Triton rounds latencies down to whole milliseconds (`UpdateResponseMetrics` of its core), so the

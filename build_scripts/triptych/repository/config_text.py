@@ -7,10 +7,13 @@ policies or the version policy.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from triptych.base.errors import UserError
 from triptych.repository.config import new_config, parse_config
+
+if TYPE_CHECKING:
+    from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 FIELD = "serving.config"
 GENERATED = {
@@ -54,7 +57,7 @@ def own_parameters(texts: Mapping[str, str], step: str) -> list[str]:
     return list(_parse(step, texts[step]).parameters) if step in texts else []
 
 
-def merge_config_text(config: Any, texts: Mapping[str, str], step: str) -> Any:
+def merge_config_text(config: ModelConfig, texts: Mapping[str, str], step: str) -> ModelConfig:
     """Return a config with the text for its step merged into it.
 
     The rules are those of protobuf: a number or text replaces the generated one, a message is
@@ -84,7 +87,7 @@ def merge_config_text(config: Any, texts: Mapping[str, str], step: str) -> Any:
     return merged
 
 
-def _parse(step: str, text: str) -> Any:
+def _parse(step: str, text: str) -> ModelConfig:
     config = parse_config(text, file=f"{FIELD}.{step}")
     for field, _ in config.ListFields():
         if field.name in GENERATED:

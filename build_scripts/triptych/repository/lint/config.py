@@ -10,7 +10,7 @@ import difflib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from triptych.base.releases import (
     ACCELERATOR_BF16,
@@ -37,6 +37,9 @@ from triptych.repository.lint.snapshot import (
     request_parameters,
     warning,
 )
+
+if TYPE_CHECKING:
+    from tritonclient.grpc.model_config_pb2 import ModelWarmup
 
 # A value outside these limits was probably not written in microseconds.
 _MIN_TIMEOUT_US = 1_000
@@ -532,7 +535,7 @@ def warmup(model: Model) -> Iterator[Flaw]:
         yield from _doubtful(model, sample, label)
 
 
-def sample_faults(model: Model, sample: Any) -> Iterator[tuple[str, str]]:
+def sample_faults(model: Model, sample: ModelWarmup) -> Iterator[tuple[str, str]]:
     """Yield a rule and the given value for each fault of a warm-up."""
     limit = max(model.config.max_batch_size, 1)
     if sample.batch_size > limit:
@@ -572,7 +575,7 @@ def _file_faults(model: Model, data: Any, place: str) -> Iterator[tuple[str, str
         )
 
 
-def _doubtful(model: Model, sample: Any, label: str) -> Iterator[Flaw]:
+def _doubtful(model: Model, sample: ModelWarmup, label: str) -> Iterator[Flaw]:
     if sample.batch_size == 0:
         yield warning(
             "should give every warm-up a batch_size, 0 is skipped",

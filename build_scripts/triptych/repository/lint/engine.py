@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from triptych.base.cache import sha256_of as hash_file
 from triptych.base.errors import UserError
@@ -25,6 +25,9 @@ from triptych.base.releases import TENSORRT_VERSIONS, Release, releases_with, te
 from triptych.repository.lint.ensemble import Wiring, wirings
 from triptych.repository.lint.snapshot import Flaw, Model, Repository, enum_name, error, names
 from triptych.spec.engine_plan import Dims, EnginePlan, ShapeRange
+
+if TYPE_CHECKING:
+    import onnx
 
 _DATA = Path(__file__).with_name("operators.json")
 _STANDARD = ("", "ai.onnx")
@@ -133,7 +136,7 @@ def unsupported(model_path: Path, major: int) -> list[Refusal]:
     return refused
 
 
-def _opset_refusals(model: Any, support: Support) -> Iterator[Refusal]:
+def _opset_refusals(model: onnx.ModelProto, support: Support) -> Iterator[Refusal]:
     opset = max((o.version for o in model.opset_import if o.domain in _STANDARD), default=0)
     if opset > support.opset:
         reason = f"opset {opset}, TensorRT {support.tensorrt} is documented up to {support.opset}"
@@ -143,7 +146,7 @@ def _opset_refusals(model: Any, support: Support) -> Iterator[Refusal]:
         yield Refusal(names, "", "local functions need TensorRT 10", certain=True)
 
 
-def _edge_refusals(graph: Any, support: Support) -> Iterator[Refusal]:
+def _edge_refusals(graph: onnx.GraphProto, support: Support) -> Iterator[Refusal]:
     """Yield inputs and outputs whose type TensorRT would change.
 
     The config would then name another type.
@@ -161,7 +164,9 @@ def _edge_refusals(graph: Any, support: Support) -> Iterator[Refusal]:
             )
 
 
-def _node_refusals(node: Any, types: Mapping[str, str], support: Support) -> Iterator[Refusal]:
+def _node_refusals(
+    node: onnx.NodeProto, types: Mapping[str, str], support: Support
+) -> Iterator[Refusal]:
     name = node_name(node)
     allowed = support.operators.get(node.op_type) if node.domain in _STANDARD else None
     if allowed is None:
@@ -189,7 +194,7 @@ def _node_refusals(node: Any, types: Mapping[str, str], support: Support) -> Ite
         yield Refusal(name, node.op_type, reason, certain=False)
 
 
-def _typed_values(node: Any) -> list[str]:
+def _typed_values(node: onnx.NodeProto) -> list[str]:
     """Return the value that an operator's documentation refers to, then others to check."""
     place = _TYPED_INPUT.get(node.op_type, 0)
     by_output = node.op_type in _TYPED_BY_OUTPUT or len(node.input) <= place
@@ -197,7 +202,7 @@ def _typed_values(node: Any) -> list[str]:
     return [first, *(node.output if node.op_type in _CHECKED_OUTPUT else ())]
 
 
-def _value_types(model: Any) -> dict[str, str]:
+def _value_types(model: onnx.ModelProto) -> dict[str, str]:
     """Return the element type of every value that has one, by name."""
     import onnx
 

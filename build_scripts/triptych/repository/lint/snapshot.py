@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from triptych.base.errors import Finding, Severity, UserError
 from triptych.base.onnx_graph import MODEL_FILE, GraphTensor, read_interface
@@ -22,6 +22,13 @@ from triptych.container.serving_machine import variants_in
 from triptych.repository.config import CONFIG_FILE, new_config, read_config
 from triptych.repository.manifest import MANIFEST_FILE
 from triptych.runtime.triton_io import SETTINGS_FILE, SETTINGS_PARAMETER
+
+if TYPE_CHECKING:
+    from tritonclient.grpc.model_config_pb2 import (
+        ModelConfig,
+        ModelInstanceGroup,
+        ModelVersionPolicy,
+    )
 
 
 @dataclass(frozen=True)
@@ -421,7 +428,7 @@ class Model:
         except (ValueError, TypeError, RecursionError):
             self.settings_file, self.settings_problem = self.where, f"parameter settings: {text}"
 
-    def instances_of(self, group: Any) -> int:
+    def instances_of(self, group: ModelInstanceGroup) -> int:
         """Return the number of instances of an instance group, including the server's default."""
         on_cpu = (self.backend, enum_name(group, "kind")) == ("onnxruntime", "KIND_CPU")
         return group.count if group.count > 0 else 2 if on_cpu else 1
@@ -552,7 +559,7 @@ def is_version(name: str) -> bool:
     return name.isascii() and name.isdigit() and str(int(name)) == name
 
 
-def _backend_of(config: Any, files: set[str]) -> str:
+def _backend_of(config: ModelConfig, files: set[str]) -> str:
     """Return the backend that the server infers from a config, or else from the files."""
     if config.platform == ENSEMBLE or config.HasField("ensemble_scheduling"):
         return ENSEMBLE
@@ -583,7 +590,7 @@ def _read(path: Path, parse: Callable[[Path], Any]) -> tuple[Any, str]:
         return None, f"cannot be read: {problem.strerror}"
 
 
-def _served_versions(policy: Any, folders: Sequence[str]) -> list[int]:
+def _served_versions(policy: ModelVersionPolicy, folders: Sequence[str]) -> list[int]:
     newest_first = sorted((int(name) for name in folders if is_version(name)), reverse=True)
     choice = policy.WhichOneof("policy_choice")
     if choice in (None, "latest"):
