@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.local_envoy import envoy_command
 from benchmarks.servers import HOST, run_server
-from triptych.serving.ports import release_ports, reserve_ports
+from triptych.serving.ports import reserve_ports
 
 _EXTENSIONS = "type.googleapis.com/envoy.extensions."
 _HTTP2: dict[str, Any] = {"explicit_http_config": {"http2_protocol_options": {}}}
@@ -56,17 +56,16 @@ def _filter(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 @contextmanager
 def envoy_in_front(grpc_url: str, limiter: dict[str, Any]) -> Iterator[str]:
     """Run Envoy with a filter in front of a server while the block runs; yield its address."""
-    ports = reserve_ports(HOST, {"grpc": 0, "admin": 0})
-    try:
-        with tempfile.TemporaryDirectory(prefix="triptych-benchmarks-") as folder:
-            config = Path(folder) / "envoy.json"
-            made = _make_config(ports["grpc"], ports["admin"], grpc_url, limiter)
-            config.write_text(json.dumps(made), encoding="utf-8")
-            command = [*envoy_command(config), "--concurrency", "1"]
-            with run_server("Envoy", command, ports["admin"], "ready", Path(folder), {}):
-                yield f"{HOST}:{ports['grpc']}"
-    finally:
-        release_ports(ports.values())
+    with (
+        reserve_ports(HOST, {"grpc": 0, "admin": 0}) as ports,
+        tempfile.TemporaryDirectory(prefix="triptych-benchmarks-") as folder,
+    ):
+        config = Path(folder) / "envoy.json"
+        made = _make_config(ports["grpc"], ports["admin"], grpc_url, limiter)
+        config.write_text(json.dumps(made), encoding="utf-8")
+        command = [*envoy_command(config), "--concurrency", "1"]
+        with run_server("Envoy", command, ports["admin"], "ready", Path(folder), {}):
+            yield f"{HOST}:{ports['grpc']}"
 
 
 def _make_config(

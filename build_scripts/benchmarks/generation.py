@@ -65,7 +65,7 @@ def main() -> int:
         runner = stack.enter_context(asyncio.Runner())
         ensemble = stack.enter_context(Server(repository))
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="triptych-benchmarks-"))
-        port = reserve_ports(HOST, {"port": 0})["port"]
+        port = stack.enter_context(reserve_ports(HOST, {"port": 0}))["port"]
         command = _make_vllm_command(inputs, port)
         variables = {**PRIVATE, "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
         where = port, "health", Path(folder), variables, _TIMEOUT_S

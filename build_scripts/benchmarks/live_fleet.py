@@ -170,33 +170,33 @@ def live_fleet(
     numbers = range(max_replicas)
     names = [f"{name}_{number}" for number in numbers for name in _PORTS]
     wanted = dict.fromkeys((*_PORTS, *names, "prometheus"), 0)
-    ports = reserve_ports(LOOPBACK, wanted)
-    servers = [
-        Server(
-            repository,
-            address=ServerAddress(
-                grpc_port=ports[f"grpc_port_{number}"],
-                http_port=ports[f"http_port_{number}"],
-                metrics_port=ports[f"metrics_port_{number}"],
-            ),
-        )
-        for number in numbers
-    ]
-    pods = {f"{PIPELINE.name}-{n}": ports[f"metrics_port_{n}"] for n in numbers}
-    pods[f"{PIPELINE.name}-envoy-0"] = ports["metrics_port"]
-    (folder / "prometheus.json").write_text(json.dumps(_make_scrape_config(pods, scrape_s)))
-    settings = proxy_settings(
-        replicas=max_replicas,
-        max_request_mib=largest_request_mib(repository),
-        limits_ms=[1e3 * limit_s],
-    )
-    address = f"{LOOPBACK}:{ports['prometheus']}"
-    flags = [
-        f"--config.file={folder}/prometheus.json",
-        f"--storage.tsdb.path={folder}/data",
-        f"--web.listen-address={address}",
-    ]
     with ExitStack() as stack:
+        ports = stack.enter_context(reserve_ports(LOOPBACK, wanted))
+        servers = [
+            Server(
+                repository,
+                address=ServerAddress(
+                    grpc_port=ports[f"grpc_port_{number}"],
+                    http_port=ports[f"http_port_{number}"],
+                    metrics_port=ports[f"metrics_port_{number}"],
+                ),
+            )
+            for number in numbers
+        ]
+        pods = {f"{PIPELINE.name}-{n}": ports[f"metrics_port_{n}"] for n in numbers}
+        pods[f"{PIPELINE.name}-envoy-0"] = ports["metrics_port"]
+        (folder / "prometheus.json").write_text(json.dumps(_make_scrape_config(pods, scrape_s)))
+        settings = proxy_settings(
+            replicas=max_replicas,
+            max_request_mib=largest_request_mib(repository),
+            limits_ms=[1e3 * limit_s],
+        )
+        address = f"{LOOPBACK}:{ports['prometheus']}"
+        flags = [
+            f"--config.file={folder}/prometheus.json",
+            f"--storage.tsdb.path={folder}/data",
+            f"--web.listen-address={address}",
+        ]
         proxy = stack.enter_context(
             local_envoy(
                 settings,

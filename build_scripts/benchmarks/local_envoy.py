@@ -143,13 +143,14 @@ def local_envoy(
         collector: URL of a collector of OpenTelemetry; None for none.
         ports: Free ports ``grpc_port``, ``http_port`` and ``metrics_port``; None for any.
     """
-    names = ("grpc_port", "http_port", "metrics_port")
-    listen = Listen(LOOPBACK, **(ports or reserve_ports(LOOPBACK, dict.fromkeys(names, 0))))
+    wanted = {} if ports else dict.fromkeys(("grpc_port", "http_port", "metrics_port"), 0)
     # A short path, because that of a socket has at most 107 bytes.
     with (
+        reserve_ports(LOOPBACK, wanted) as picked,
         tempfile.TemporaryDirectory(prefix="envoy-", dir="/tmp") as folder,
         log_file.open("w") as log,
     ):
+        listen = Listen(LOOPBACK, **(ports or picked))
         envoy = LocalEnvoy(listen, Path(folder))
         envoy.route_to(servers)
         made = plain(

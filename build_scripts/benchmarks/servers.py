@@ -131,8 +131,8 @@ class HttpServer:
 
     def __enter__(self) -> HttpServer:
         programs = _install(self.package)
-        self._port = reserve_ports(HOST, {"port": 0})["port"]
         with ExitStack() as stack:
+            self._port = stack.enter_context(reserve_ports(HOST, {"port": 0}))["port"]
             folder = tempfile.TemporaryDirectory(prefix="triptych-benchmarks-")
             scratch = Path(stack.enter_context(folder))
             command = self.make_command(programs, scratch, self._port)
@@ -259,8 +259,8 @@ def _litserve(programs: Path, _scratch: Path, port: int, *, batch: int) -> list[
 def _mlserver(programs: Path, scratch: Path, port: int, *, batch: int) -> list[str]:
     runtime = Path(__file__).with_name("mlserver_runtime.py")
     shutil.copy(runtime, scratch)
-    ports = reserve_ports(HOST, {"grpc_port": 0, "metrics_port": 0})
-    server = {"host": HOST, "http_port": port, **ports}
+    with reserve_ports(HOST, {"grpc_port": 0, "metrics_port": 0}) as ports:
+        server = {"host": HOST, "http_port": port, **ports}
     model = {
         "name": MODEL,
         "implementation": f"{runtime.stem}.Embeddings",

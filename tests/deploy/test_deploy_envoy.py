@@ -75,23 +75,23 @@ def on_loopback(node: Any, ports: dict[int, int], server: int) -> Any:
 @contextmanager
 def envoy(folder: Path, made: Manifests, server: int, *files: str) -> Iterator[dict[int, int]]:
     """Run Envoy with `files` of manifests in a folder; yield its ports by those of the files."""
-    free = reserve_ports("127.0.0.1", dict.fromkeys("abcd", 0)).values()
-    ports = dict(zip([*PORTS.values(), DRAIN_PORT], free, strict=True))
-    places = {"/etc/envoy-config": str(folder), "/run/triptych": str(folder)}
-    places[ADMIN_SOCKET] = str(folder / "admin.sock")  # other Envoys run on this machine
-    for file in ("envoy.yaml", *files):
-        text = json.dumps(on_loopback(document(made, file), ports, server))
-        for place, here in places.items():
-            text = text.replace(place, here)
-        (folder / file).write_text(text)
-    command = envoy_command(folder / "envoy.yaml")
-    running = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    try:
-        assert comes_true(lambda: page(ports[PORTS["metrics"]], "/ready")[0] == 200)
-        yield ports
-    finally:
-        running.terminate()
-        running.wait(60)
+    with reserve_ports("127.0.0.1", dict.fromkeys("abcd", 0)) as free:
+        ports = dict(zip([*PORTS.values(), DRAIN_PORT], free.values(), strict=True))
+        places = {"/etc/envoy-config": str(folder), "/run/triptych": str(folder)}
+        places[ADMIN_SOCKET] = str(folder / "admin.sock")  # other Envoys run on this machine
+        for file in ("envoy.yaml", *files):
+            text = json.dumps(on_loopback(document(made, file), ports, server))
+            for place, here in places.items():
+                text = text.replace(place, here)
+            (folder / file).write_text(text)
+        command = envoy_command(folder / "envoy.yaml")
+        running = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        try:
+            assert comes_true(lambda: page(ports[PORTS["metrics"]], "/ready")[0] == 200)
+            yield ports
+        finally:
+            running.terminate()
+            running.wait(60)
 
 
 def test_envoy_counts_drains_and_says_so(tmp_path: Path) -> None:

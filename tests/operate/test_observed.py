@@ -176,9 +176,10 @@ class Watched(NamedTuple):
 def watched(server: Server, deployed: Deployed, folder: Path) -> Iterator[Watched]:
     """An Envoy in front of the server, a Prometheus that scrapes both, an Alertmanager."""
     states: dict[str, str] = {}
-    ports = reserve_ports(LOOPBACK, dict.fromkeys(("prometheus", "alerts"), 0))
-    addresses = {name: f"{LOOPBACK}:{port}" for name, port in ports.items()}
+    wanted = dict.fromkeys(("prometheus", "alerts"), 0)
     with ExitStack() as stack:
+        ports = stack.enter_context(reserve_ports(LOOPBACK, wanted))
+        addresses = {name: f"{LOOPBACK}:{port}" for name, port in ports.items()}
         settings = proxy_settings(replicas=1, max_request_mib=1, limits_ms=[LIMIT_MS])
         log_file = folder / "envoy.log"
         proxy = stack.enter_context(local_envoy(settings, ["tiny"], [server], log_file=log_file))

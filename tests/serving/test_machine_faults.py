@@ -26,7 +26,7 @@ from triptych.client import Client, InferenceError
 from triptych.container.lock_check import check_repository
 from triptych.container.supervisor import step_processes
 from triptych.serving.orphan_cleanup import SHM
-from triptych.serving.ports import release_ports, reserve_ports
+from triptych.serving.ports import reserve_ports
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
 
@@ -135,8 +135,8 @@ def test_two_servers_that_start_at_the_same_moment_share_a_repository(repository
 def test_of_two_servers_for_one_port_one_serves_and_the_other_names_the_port(
     repository: Path,
 ) -> None:
-    ports = reserve_ports("127.0.0.1", {"grpc": 0})
-    release_ports(ports.values())
+    with reserve_ports("127.0.0.1", {"grpc": 0}) as ports:
+        pass  # a free port, which the two servers ask for below
     option = f"--grpc-port={ports['grpc']}"
     with serving(repository, option) as first, serving(repository, option) as second:
         both = first, second

@@ -26,7 +26,7 @@ from triptych.container.supervisor import STARVED, _awaited_children
 from triptych.interface.cli import app
 from triptych.serving.embedded import find_release
 from triptych.serving.endpoint import RestartBackoff
-from triptych.serving.ports import port_is_busy, release_ports, reserve_ports
+from triptych.serving.ports import port_is_busy, reserve_ports
 from triptych.serving.readiness import ServerError, find_exit_reason, read_load_state
 from triptych.serving.server import Server, ServerAddress
 
@@ -302,29 +302,28 @@ def repository(tmp_path: Path) -> Path:
 
 def test_a_picked_port_differs_from_the_wanted_ones() -> None:
     wanted = {"grpc_port": 0, "http_port": 0, "metrics_port": 0}
-    ports = reserve_ports("127.0.0.1", wanted)
-    assert set(ports) == set(wanted)
-    assert len(set(ports.values())) == 3
-    assert not any(port_is_busy(port) for port in ports.values())
-    release_ports(ports.values())
+    with reserve_ports("127.0.0.1", wanted) as ports:
+        assert set(ports) == set(wanted)
+        assert len(set(ports.values())) == 3
+        assert not any(port_is_busy(port) for port in ports.values())
 
 
 def test_a_picked_port_is_kept_for_its_server_until_it_is_released() -> None:
-    at = ("127.0.0.1", reserve_ports("127.0.0.1", {"grpc_port": 0})["grpc_port"])
-    with socket.socket() as another, pytest.raises(OSError, match="already in use"):
-        another.bind(at)  # as another pick does
-    with socket.socket() as server:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind(at)
-        server.listen()
-    release_ports([at[1]])
+    with reserve_ports("127.0.0.1", {"grpc_port": 0}) as ports:
+        at = ("127.0.0.1", ports["grpc_port"])
+        with socket.socket() as another, pytest.raises(OSError, match="already in use"):
+            another.bind(at)  # as another pick does
+        with socket.socket() as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind(at)
+            server.listen()
     with socket.socket() as another:
         another.bind(at)
 
 
 def test_a_mistake_is_told_before_anything_starts(repository: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    port = reserve_ports("127.0.0.1", {"grpc_port": 0})["grpc_port"]
+    port = 20000  # any, since no server starts
     arguments: dict[str, Any]
     for folder, arguments, field in (
         (repository, {"address": ServerAddress(grpc_port=port, http_port=port)}, "http_port"),
@@ -341,7 +340,6 @@ def test_a_mistake_is_told_before_anything_starts(repository: Path, tmp_path: Pa
         assert caught.value.field == field, arguments
         with pytest.raises(RuntimeError, match="not started"):
             print(server.pid)
-    release_ports([port])
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -110,7 +110,6 @@ def image_of(folder: Path, repository: Path) -> Iterator[Image]:
     wrapper.chmod(0o755)
     (folder / "key").write_text(KEY)
     services = {f"TRIPTYCH_{name}_PORT": 0 for name in ("HTTP", "GRPC", "METRICS")}
-    ports = {name: str(port) for name, port in reserve_ports("127.0.0.1", services).items()}
     environment = {
         "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(copy_of_the_images_files(folder / "opt")),
@@ -123,10 +122,11 @@ def image_of(folder: Path, repository: Path) -> Iterator[Image]:
         # Only the first container of all tests checks a build on this device.
         "TRIPTYCH_STATE": str(cache_root() / "device-checks"),
         PROCESS_TAG_VARIABLE: mark,
-        **ports,
     }
     try:
-        yield Image(folder / "opt", environment)
+        with reserve_ports("127.0.0.1", services) as ports:
+            environment |= {name: str(port) for name, port in ports.items()}
+            yield Image(folder / "opt", environment)
     finally:
         remove_orphans(mark)
 

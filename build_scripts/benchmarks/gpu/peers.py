@@ -7,7 +7,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -81,13 +81,13 @@ def run_peer(
     name: str, python: Path, folder: Path, device: str, precision: str
 ) -> Iterator[tuple[str, str]]:
     """Run a peer while the block runs; yield its ``host:port`` and its endpoint."""
-    peer, port = PEERS[name], reserve_ports(HOST, {"port": 0})["port"]
+    peer = PEERS[name]
     arguments = [*peer.make_command(folder, device, precision), "--host", HOST]
-    command = [str(python), *arguments, "--port", str(port)]
-    with (
-        TemporaryDirectory(prefix="triptych-benchmarks-") as scratch,
-        run_server(name, command, port, "health", Path(scratch), OFFLINE),
-    ):
+    with ExitStack() as stack:
+        port = stack.enter_context(reserve_ports(HOST, {"port": 0}))["port"]
+        command = [str(python), *arguments, "--port", str(port)]
+        scratch = stack.enter_context(TemporaryDirectory(prefix="triptych-benchmarks-"))
+        stack.enter_context(run_server(name, command, port, "health", Path(scratch), OFFLINE))
         yield f"{HOST}:{port}", peer.endpoint
 
 

@@ -6,8 +6,8 @@ import errno
 import ipaddress
 import random
 import socket
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 from triptych.base.errors import UserError
 
@@ -15,7 +15,6 @@ from triptych.base.errors import UserError
 # a picked port before the server binds it.
 _PICK_FROM = range(20000, 32000)
 _ATTEMPTS = 200
-_picked: dict[int, socket.socket] = {}
 
 
 def port_is_busy(port: int, host: str = "127.0.0.1") -> bool:
@@ -39,31 +38,27 @@ def is_loopback(host: str) -> bool:
         return True  # not an address: `reserve_ports` reports it
 
 
-def reserve_ports(host: str, wanted: dict[str, int]) -> dict[str, int]:
-    """Check the wanted ports, by field name, and pick a free port for every 0.
+@contextmanager
+def reserve_ports(host: str, wanted: dict[str, int]) -> Iterator[dict[str, int]]:
+    """Check the wanted ports, by field name, pick a free port for every 0, and yield all of them.
 
-    Servers bind their ports after their models have loaded. Picked ports are reserved until
-    `release_ports` or the end of this process.
+    Servers bind their ports after their models have loaded. Picked ports are reserved while the
+    block runs.
 
     Raises:
         UserError: A port is busy, out of range or given twice, or the host is not this machine.
     """
     claimed: dict[str, int] = {}
-    # All sockets stay open until every port is chosen, so that no port is picked twice.
-    with ExitStack() as open_sockets:
-        for field, port in sorted(wanted.items(), key=lambda item: item[1] == 0):
-            if port == 0:
-                claimed[field] = _pick(host)
-            else:
-                open_sockets.enter_context(_claim(host, field, port, claimed))
-                claimed[field] = port
-    return claimed
-
-
-def release_ports(ports: Iterable[int]) -> None:
-    """Release picked ports."""
-    for port in ports:
-        _picked.pop(port).close()
+    with ExitStack() as picked:
+        # Wanted ports stay open until every port is chosen, so that no port is picked twice.
+        with ExitStack() as checked:
+            for field, port in sorted(wanted.items(), key=lambda item: item[1] == 0):
+                if port == 0:
+                    claimed[field] = picked.enter_context(_pick(host)).getsockname()[1]
+                else:
+                    checked.enter_context(_claim(host, field, port, claimed))
+                    claimed[field] = port
+        yield claimed
 
 
 def _claim(host: str, field: str, port: int, claimed: dict[str, int]) -> socket.socket:
@@ -94,12 +89,11 @@ def _check_range(field: str, port: int) -> None:
         )
 
 
-def _pick(host: str) -> int:
+def _pick(host: str) -> socket.socket:
     for port in random.sample(_PICK_FROM, _ATTEMPTS):
         sock = _bind(host, port, is_pick=True)
         if sock is not None:
-            _picked[port] = sock
-            return port
+            return sock
     raise UserError(
         "port",
         f"has no free value in {_ATTEMPTS} attempts from {_PICK_FROM.start} to {_PICK_FROM.stop}",

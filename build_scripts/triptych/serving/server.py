@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -66,7 +67,7 @@ from triptych.serving.embedded import (
     find_release,
 )
 from triptych.serving.orphan_cleanup import new_process_tag
-from triptych.serving.ports import release_ports, reserve_ports
+from triptych.serving.ports import reserve_ports
 from triptych.serving.process import ServerProcess
 from triptych.serving.readiness import (
     LoadState,
@@ -257,7 +258,7 @@ class Server:
             "metrics_port": address.metrics_port,
         }
         self._ports: dict[str, int] = {}
-        self._picked: list[int] = []
+        self._reserved = ExitStack()
         self._models = tuple(models)
         self._profile = profile
         self._key = secrets.token_urlsafe(32)
@@ -337,8 +338,8 @@ class Server:
                 given="a folder that cannot be removed",
                 remedy="Remove it, or make it removable for this user",
             )
-        self._ports = reserve_ports(self._host, self._wanted_ports)
-        self._picked += [self._ports[name] for name, port in self._wanted_ports.items() if not port]
+        reserving = reserve_ports(self._host, self._wanted_ports)
+        self._ports = self._reserved.enter_context(reserving)
         tag = self._tag = new_process_tag()
         private = new_shell_safe_dir()
         self.second_repository = private / "second"
@@ -367,7 +368,7 @@ class Server:
             )
         except BaseException:
             shutil.rmtree(private, ignore_errors=True)
-            self._release_ports()
+            self._reserved.close()
             raise
         conceal_keys(self._process.pid)
 
@@ -451,9 +452,9 @@ class Server:
             UserError: See `start`.
         """
         log_file, own = self.log_file, self._own_log
-        picked, self._picked = self._picked, []  # stay reserved
+        reserved, self._reserved = self._reserved, ExitStack()  # its ports stay reserved
         self.stop(grace_s=0.0)
-        self._picked = picked
+        self._reserved = reserved
         self._served = self.repository
         self._wanted_ports = self._ports
         if own and log_file is not None and log_file.exists():
@@ -483,14 +484,10 @@ class Server:
             self._process.end(grace_s)
         finally:
             self._process = None
-            self._release_ports()
+            self._reserved.close()
             if self.log_file is not None and not (self._keep_log or died_before):
                 self.log_file.unlink(missing_ok=True)
                 self.log_file = None
-
-    def _release_ports(self) -> None:
-        picked, self._picked = self._picked, []
-        release_ports(picked)
 
     def _holds_pipelines_only(self) -> bool:
         """Whether all models are of pipelines that were built, whose configs are complete."""

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -231,7 +232,8 @@ def gateway(
         {"url": url, "timeout_s": limits.timeout_s},
     )
     if listen.port:  # else the gateway picks a free one
-        reserve_ports(listen.host, {"--port": listen.port})
+        with reserve_ports(listen.host, {"--port": listen.port}):
+            pass  # it is free
     tls = None
     if options.tls_certificate is not None and options.tls_key is not None:
         tls = ServerTls(options.tls_certificate, options.tls_key, options.client_ca)
@@ -430,11 +432,12 @@ class GatewayProcess:
         models: Sequence[str],
         options: GatewayOptions,
     ) -> None:
-        self._picked = port == 0
+        self._reserved = ExitStack()  # until the gateway starts
         if port is not None:
             from triptych.serving.ports import reserve_ports
 
-            port = reserve_ports(host, {"--http-api": port})["--http-api"]
+            reserving = reserve_ports(host, {"--http-api": port})
+            port = self._reserved.enter_context(reserving)["--http-api"]
         self._port = port
         self._address = f"http{'s' if options.tls_certificate else ''}://{host}:{port}"
         self._words = [
@@ -453,9 +456,7 @@ class GatewayProcess:
         if self._port is None:
             return {}
         if self._process is None:
-            from triptych.serving.ports import release_ports
-
-            release_ports([self._port] if self._picked else [])
+            self._reserved.close()
             self._words += ["--url", grpc_url, "--json"]
             self._open()
         return {"api": self._address}

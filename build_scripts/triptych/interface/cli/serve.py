@@ -462,11 +462,12 @@ def ui(
         check_and_make_flags(folders.repository, production=False)
     else:
         check_served(url, name)
-    port = reserve_ports(host, {"--port": port})["--port"]  # fails before a server starts
     spec = load_active_spec(name, folders)
     if not is_loopback(host):
         warn(f"{host} can be reached from other machines, and the page does not authenticate users")
     with ExitStack() as opened:
+        # It fails before a server starts.
+        port = opened.enter_context(reserve_ports(host, {"--port": port}))["--port"]
 
         def show_page(grpc_url: str, pid: int | None) -> None:
             made = open_page(
