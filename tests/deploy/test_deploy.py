@@ -28,6 +28,8 @@ from deploy_cases import (
 from load_samples import measurement, point, rate_search, step, subject
 from mistakes import check_refused
 from triptych.base.errors import Finding, UserError
+from triptych.base.explained import plain
+from triptych.base.releases import TRITON_VERSIONS
 from triptych.container.serving_machine import parse_machine
 from triptych.deploy.assumptions import (
     SERVER_MIB,
@@ -255,6 +257,61 @@ def test_what_cannot_work_for_generated_text_is_refused(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "x-user" in (tmp_path / "out/base/envoy.yaml").read_text()
     assert "kubectl apply -k" in done.stdout
+
+
+def test_the_release_is_the_newest_that_can_load_the_build_or_that_of_the_image(
+    tmp_path: Path,
+) -> None:
+    newest, of_11_2 = str(max(TRITON_VERSIONS)), replace(ENGINE, tensorrt="11.2.1.2")
+    unknown = replace(ENGINE, tensorrt="11.2.1.99")
+    for number, (engine, image, triton, used) in enumerate(
+        (
+            (None, "", "", newest),
+            (None, "", "26.05", "26.05"),
+            (None, "registry.example.com/serve:26.08-py3", "", "26.08"),
+            (None, "registry.example.com/serve:v3", "", "25.01"),  # it may be the oldest
+            (None, "registry.example.com/serve:01.02", "", "25.01"),
+            (of_11_2, "", "", "26.08"),
+            (unknown, "", "", "25.01"),
+        )
+    ):
+        folder = tmp_path / str(number)
+        fields: dict[str, Any] = {"serving": {"slo": {"p99_ms": 80.0}, "triton": "25.01"}}
+        fields |= {"core": {"backend": "tensorrt", "device": "gpu"}} if engine else {}
+        repository = write_built(folder, engine=engine, **fields)
+        wanted = options(image=image, triton=triton, **BY_HAND)
+        made = make_manifests(repository, "minilm", wanted, folder / "none")
+        assert made.triton == used, (image, triton)
+        (container,) = document(made, "deployment.yaml")["spec"]["template"]["spec"]["containers"]
+        assert container["image"] == (image or f"triptych-serve:{used}")
+
+
+def test_deploy_reads_the_deployed_pipeline_and_counts_the_defects_that_it_meets(
+    tmp_path: Path,
+) -> None:
+    repository = write_built(tmp_path)
+    wanted = options(triton="24.10", **BY_HAND)
+    alone = make_manifests(repository, "minilm", wanted, tmp_path / "none")
+    other = repository / "other_core"
+    other.mkdir()
+    (other / "config.pbtxt").write_text("response_cache { enable: true }")
+    (repository / "broken").mkdir()
+    (repository / "broken/config.pbtxt").write_text('platform: "ensemble" nonsense {')
+    beside = make_manifests(repository, "minilm", wanted, tmp_path / "none")
+    assert beside.known_defects == alone.known_defects
+    assert plain(beside.files) == plain(alone.files)
+    words = ["deploy", "minilm", "--repository", str(repository), "--out", str(tmp_path / "out")]
+    words += ["--triton", "24.10"]
+    short, long = (CliRunner().invoke(app, [*words, *more]) for more in ((), ("--verbose",)))
+    count = len(alone.known_defects)
+    assert f"Triton 24.10 has {count} known defects" in " ".join(short.output.split())
+    assert "known-defect" not in short.output
+    assert long.output.count("known-defect") == count > 3
+    for said in (
+        short.output,
+        long.output,
+    ):  # the assumptions are the last thing before the command
+        assert said.index("ASSUMED") > said.rindex("defect")
 
 
 def test_files_of_others_and_changed_ones_are_left_alone(tmp_path: Path) -> None:

@@ -318,9 +318,18 @@ _MIB = 2**20
 _ROWS = re.compile(r"^max_batch_size:\s*(\d+)", re.MULTILINE)
 
 
-def largest_request_mib(repository: Path) -> int:
-    """Return the size in MiB, as JSON, of the largest request that a pipeline accepts."""
-    found = [_largest_bytes(repository / p.name, p.steps) for p in find_pipelines(repository)]
+def largest_request_mib(repository: Path, pipeline: str | None = None) -> int:
+    """Return the size in MiB, as JSON, of the largest request that a pipeline accepts.
+
+    Args:
+        repository: Repository with the pipelines.
+        pipeline: The only pipeline that is served; None for all of the repository.
+    """
+    found = [
+        _largest_bytes(repository / served.name, served.steps)
+        for served in find_pipelines(repository)
+        if pipeline in (None, served.name)
+    ]
     bounded = [size for size in found if size is not None]
     if not found or len(bounded) < len(found):
         return MAX_MIB

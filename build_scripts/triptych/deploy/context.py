@@ -107,7 +107,8 @@ class Manifests:
         version: Version of the context.
         start: Path of the folder or file that the tool takes.
         tool: Command with ``{}`` in place of the path of `start`.
-        known_defects: Known defects of the image's Triton that the pipeline meets.
+        triton: Triton release in the image.
+        known_defects: Known defects of that release that the pipeline meets.
         assumptions: Assumptions of the context.
     """
 
@@ -115,6 +116,7 @@ class Manifests:
     version: str
     start: str
     tool: str
+    triton: str = ""
     known_defects: Sequence[Finding] = ()
     assumptions: Sequence[Assumption] = ()
 
@@ -127,6 +129,7 @@ class Manifests:
         return {
             "start": self.start,
             "version": self.version,
+            "triton": self.triton,
             "files": list(self.files),
             "numbers": [
                 {"file": file, "field": field, "value": value, "reason": reason}
@@ -166,7 +169,8 @@ def read_context(
             remedy="Leave it out",
         )
     build = read_manifest(repository, pipeline, EncoderManifest)
-    options = complete_options(options, build.spec)
+    tensorrt = build.engine.tensorrt if build.engine else None
+    options = complete_options(options, build.spec, tensorrt)
     _check_build(build, options)
     measured = read_measurements(build, options, reports, repository)
     build, assumed_slo = assume_slo(build)

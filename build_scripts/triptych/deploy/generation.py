@@ -144,7 +144,9 @@ def _place(spec: TextSpec, options: DeployOptions) -> Placement:
 def generation_shm_mib(repository: Path, spec: GeneratingSpec) -> int:
     """Return the shared memory that the steps may need, in MiB."""
     parts_mib = _PARTS_SHM_MIB if spec.gpus_per_copy > 1 else 0
-    return _processes(spec) * (STEP_SHM_MIB + largest_request_mib(repository)) + parts_mib
+    return (
+        _processes(spec) * (STEP_SHM_MIB + largest_request_mib(repository, spec.name)) + parts_mib
+    )
 
 
 def _processes(spec: GeneratingSpec) -> int:
@@ -194,7 +196,7 @@ def _sizes(repository: Path, spec: TextSpec, options: DeployOptions) -> Sizes:
         shm_mib=ExplainedValue(
             shm_mib,
             f"{_processes(spec)} Python processes x ({own_mib} MiB + "
-            f"{largest_request_mib(repository)} MiB, the largest request)"
+            f"{largest_request_mib(repository, spec.name)} MiB, the largest request)"
             + (
                 f"; {_PARTS_SHM_MIB} MiB for communication between the parts of the model"
                 * (gpus > 1)

@@ -221,7 +221,7 @@ def envoy_files(c: DeploymentContext, host: str) -> dict[str, Any]:
     """Return the files of Envoy's configuration, with the servers behind each address of a host."""
     settings = proxy_settings(
         replicas=c.sizes.fewest.value,
-        max_request_mib=largest_request_mib(c.repository),
+        max_request_mib=largest_request_mib(c.repository, c.pipeline),
         limits_ms=c.limits_ms,
         affinity=c.options.affinity_header,
         max_heap_mib=ExplainedValue(
@@ -258,7 +258,7 @@ def envoy_arguments(workers: int) -> list[str]:
 
 def envoy_memory(c: DeploymentContext) -> ExplainedValue:
     """Return the memory limit of Envoy in MiB."""
-    request_mib = largest_request_mib(c.repository)
+    request_mib = largest_request_mib(c.repository, c.pipeline)
     return ExplainedValue(
         _ENVOY_MIB + _ENVOY_REQUESTS * request_mib,
         f"not measured: {_ENVOY_MIB} MiB, and {_ENVOY_REQUESTS} requests of {request_mib} MiB, "

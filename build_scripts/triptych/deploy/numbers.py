@@ -469,7 +469,7 @@ def _grace(options: DeployOptions, pre_stop_s: int, exit_timeout: str) -> Explai
 def shm_mib(build: EncoderManifest, repository: Path) -> int:
     """Return the maximum shared memory of the Python steps in MiB."""
     processes = _step_processes(build)
-    return processes * (STEP_SHM_MIB + largest_request_mib(repository))
+    return processes * (STEP_SHM_MIB + largest_request_mib(repository, build.spec.name))
 
 
 def _step_processes(build: EncoderManifest) -> int:
@@ -503,7 +503,7 @@ def _shm(
     build: EncoderManifest, options: DeployOptions, repository: Path, more: MoreInstances
 ) -> ExplainedValue:
     processes = _step_processes(build) + more.python
-    request_mib = largest_request_mib(repository)
+    request_mib = largest_request_mib(repository, build.spec.name)
     own_mib = step_shm_mib(options.server_variables)
     return ExplainedValue(
         processes * (own_mib + request_mib),

@@ -13,7 +13,13 @@ import typer
 
 from triptych.base.errors import UserError
 from triptych.base.explained import ExplainedValue
-from triptych.base.releases import Release, parse_release
+from triptych.base.releases import (
+    OLDEST,
+    TRITON_VERSIONS,
+    Release,
+    parse_release,
+    releases_with,
+)
 from triptych.deploy.envoy import MirrorOption, parse_mirror
 from triptych.deploy.variables import OPTION, read_variables
 
@@ -29,6 +35,7 @@ WATCH_EVERY = "1h"
 MAX_NAME_CHARACTERS = 54
 """Maximum length of a name, because the label ``keda-hpa-NAME`` is limited to 63 characters."""
 
+_RELEASE_TAG = re.compile(r":(\d\d)\.(0[1-9]|1[0-2])\b")
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 _GATEWAY = re.compile(r"([a-z0-9-]{1,63}/)?[a-z0-9][a-z0-9.-]{0,252}")
 _SECRET = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
@@ -84,7 +91,12 @@ class DeployOptions:
     ] = "http://prometheus-operated.monitoring.svc:9090"
     triton: Annotated[
         str,
-        typer.Option(metavar="YY.MM", help="Triton release in the image. Default: serving.triton."),
+        typer.Option(
+            metavar="YY.MM",
+            help="Triton release in the image. Default: that of the image's tag, or serving.triton "
+            "for an image with another tag; without --image, the newest release that can load the "
+            "build.",
+        ),
     ] = ""
     rps_per_replica: Annotated[
         float | None,
@@ -309,13 +321,27 @@ class _Rule(NamedTuple):
     remedy: str
 
 
-def complete_options(options: DeployOptions, spec: AnySpec) -> DeployOptions:
+def release_of_image(image: str) -> Release | None:
+    """Return the Triton release that is the tag of an image; None if the tag is no release."""
+    found = _RELEASE_TAG.search(image)
+    release = Release(int(found[1]), int(found[2])) if found else OLDEST
+    return release if found and release >= OLDEST else None
+
+
+def complete_options(
+    options: DeployOptions, spec: AnySpec, tensorrt: str | None = None
+) -> DeployOptions:
     """Return the options with the defaults that follow from the build.
+
+    Args:
+        options: Options of the user.
+        spec: Spec of the build.
+        tensorrt: Version of TensorRT that the build's engine needs; None without an engine.
 
     Raises:
         UserError: No cluster could accept an option.
     """
-    triton = options.triton or spec.serving.triton
+    triton = options.triton or _choose_release(options.image, spec.serving.triton, tensorrt)
     options = replace(
         options,
         image=options.image or f"triptych-serve:{triton}",
@@ -328,6 +354,17 @@ def complete_options(options: DeployOptions, spec: AnySpec) -> DeployOptions:
         if not is_met:
             raise UserError(option, rule, given=given, remedy=remedy)
     return options
+
+
+def _choose_release(image: str, oldest: str, tensorrt: str | None) -> str:
+    """Return the release of the image, or the newest one that can load the build without one.
+
+    Every known defect is in all releases before its fix, so that the newest release has the fewest.
+    """
+    if image:
+        return str(release_of_image(image) or oldest)
+    usable = TRITON_VERSIONS if tensorrt is None else releases_with(tensorrt)
+    return str(max([parse_release(oldest), *usable]))
 
 
 def _rules(o: DeployOptions) -> list[_Rule]:

@@ -33,8 +33,13 @@ def make_manifests(
     context = _read_context(repository, pipeline, options, reports)
     target = import_module(f"triptych.deploy.{options.target}")
     manifests: Manifests = target.make_files(context)
-    defects = find_known_defects(repository, context.options.triton)
-    return replace(manifests, known_defects=defects, assumptions=context.assumptions)
+    triton = context.options.triton
+    return replace(
+        manifests,
+        triton=triton,
+        known_defects=find_known_defects(repository, pipeline, triton),
+        assumptions=context.assumptions,
+    )
 
 
 def _read_context(

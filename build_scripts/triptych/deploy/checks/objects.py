@@ -19,6 +19,7 @@ import yaml
 
 from triptych.base.errors import UserError
 from triptych.base.releases import Release
+from triptych.deploy.options import release_of_image
 from triptych.repository.lint.snapshot import Flaw, error
 
 if TYPE_CHECKING:
@@ -105,7 +106,6 @@ def _seconds(duration: object) -> float:
 
 _KUSTOMIZATIONS = ("kustomization.yaml", "kustomization.yml", "Kustomization")
 _KUBECTL_S = 60
-_TAG = re.compile(r":(\d\d)\.(\d\d)\b")
 _TEMPLATED = ("Deployment", "StatefulSet", "DaemonSet", "ReplicaSet", "Rollout", "Job")
 _RUNTIMES = ("ServingRuntime", "ClusterServingRuntime")
 _OF_KSERVE = "kserve-container"
@@ -229,9 +229,9 @@ class Folder:
         if self.triton is not None:
             return self.triton
         for server in self.servers:
-            found = _TAG.search(str(server.container.get("image", "")))
-            if found:
-                return Release(int(found[1]), int(found[2]))
+            found = release_of_image(str(server.container.get("image", "")))
+            if found is not None:
+                return found
         return None
 
 

@@ -36,6 +36,9 @@ def deploy(
     folders: Folders,
     out: Annotated[Path | None, typer.Option(help="Folder to write. Default: deploy/NAME.")] = None,
     reports: Reports = REPORTS,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="List the known defects of the Triton release.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Generate manifests for Kubernetes, KServe or Docker Compose.
@@ -45,6 +48,7 @@ def deploy(
     Each number in the manifests has a comment with its reason. Options can also be set in
     deploy.yaml beside pipeline.yaml, such as `peak_rps: 200`.
     """
+    from triptych.base.formatting import amount
     from triptych.deploy.folder import write_manifests
     from triptych.deploy.targets import make_manifests
     from triptych.interface.cli.tables import print_finding
@@ -66,10 +70,14 @@ def deploy(
         return
     for file in manifests.files:
         progress("write", str(folder / file))
+    if verbose:
+        for finding in manifests.known_defects:
+            print_finding(output, finding.as_dict())
+    elif defects := manifests.known_defects:
+        said = f"Triton {manifests.triton} has {amount(len(defects), 'known defect')} that this "
+        say(output, f"{said}pipeline meets; --verbose lists each with its workaround", "yellow")
     for assumption in manifests.assumptions:
         say(output, str(assumption), "yellow")
-    for finding in manifests.known_defects:
-        print_finding(output, finding.as_dict())
     output.print(manifests.command(folder), markup=False)
 
 

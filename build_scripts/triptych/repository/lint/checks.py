@@ -12,6 +12,7 @@ from pathlib import Path
 from triptych.base import releases
 from triptych.base.errors import Finding, UserError
 from triptych.base.files import scratch_folder
+from triptych.container.manifests import find_pipelines
 from triptych.repository.bundle import Link
 from triptych.repository.lint import (
     accelerators,
@@ -157,14 +158,17 @@ def run_checks(
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
-def find_known_defects(repository: Path, triton: str) -> list[Finding]:
-    """Return only the findings on known defects of the release that will serve a repository.
+def find_known_defects(repository: Path, pipeline: str, triton: str) -> list[Finding]:
+    """Return the findings on known defects of the release that will serve a pipeline.
 
     Raises:
         UserError: `triton` is not a release.
     """
     release = releases.parse_release(triton)
     snapshot = read_repository(repository, release, is_exact=True, with_graphs=False)
+    steps = {served.name: served.steps for served in find_pipelines(repository)}[pipeline]
+    for other in snapshot.models.keys() - {pipeline, *steps}:
+        del snapshot.models[other]
     return find_flaws([_KNOWN_DEFECT], snapshot)
 
 
