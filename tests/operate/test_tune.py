@@ -103,6 +103,7 @@ def test_an_interrupted_run_leaves_nothing_but_what_it_has_measured(
     lines = list(takewhile(lambda line: "trial 1" not in line, process.stderr))
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)  # Ctrl-C goes the same way
+    assert any("tuning tiny, about 15 min after the first build" in line for line in lines)
     rest = process.communicate(timeout=300)[1]
     assert process.returncode not in (0, 1), lines
     assert "Traceback" not in rest

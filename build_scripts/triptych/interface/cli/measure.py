@@ -300,7 +300,8 @@ def tune(
     check_writable(folders.repository.parent, "--repository")
     check_writable(reports / name / "tune", "--reports")
     try:
-        label = f"tuning {name}, at most {tuning.budget_s / 60:.0f} min"
+        label = f"tuning {name}, about {tuning.budget_s / 60:.3g} min after the first build"
+        progress("tune", f"{label} (--time-budget); an interrupted run keeps its trials")
         with sigterm_as_interrupt(), show_progress("tune", label):
             result = tune_pipeline(folder, folders.repository, tuning, progress)
     except (GateFailure, LintFailure) as failure:
