@@ -144,7 +144,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"features": [[1, 2, 3, 4], [1, float("nan"), 3, 4]]}, "row 1: `features` must have finite"),
     ({"features": [[1, 2, 3]]}, "must have the shape [4]"),
     ({"features": ["text"]}, "must have the shape [4]"),
-    ({"features": [["a", "b", "c", "d"]]}, "must have elements of type float32"),
+    ({"features": [["a", "b", "c", "d"]]}, "must have elements of type float32, not text"),
     ({"bias": [1.0]}, "`features` is required"),
     ({"features": [[1, 2, 3, 4]], "bias": [float("inf")]}, "`bias` must have finite"),
     ({"features": [[1, 2, 3, 4]], "bais": [1.0]}, "`bais` is not an input"),

@@ -24,6 +24,7 @@ from processes import eventually
 from served_command import TRIPTYCH, endpoints_of
 from task_models import tagger
 from triptych.base.formatting import figure
+from triptych.base.tensors import Tensor
 from triptych.client import Client, StepStatistics
 from triptych.interface.cli import app
 from triptych.interface.page.demo import DemoPage, RequestTimes, open_pipeline
@@ -48,7 +49,7 @@ TEXT = f"Ada Lovelace of London wrote to Charles Babbage in Turin about {HOSTILE
 
 
 def test_a_form_has_what_a_task_takes_and_sends_what_is_typed() -> None:
-    rules = {
+    rules: dict[str, dict[str, Any]] = {
         "top_k": {"type": "int", "min": 1, "max": 3},
         "candidate_labels": {"type": "list"},
         "multi_label": {"type": "bool"},
@@ -81,6 +82,15 @@ def test_a_form_has_what_a_task_takes_and_sends_what_is_typed() -> None:
     kinds = {name: [f.kind for f in Form.of(task, {}, {}).fields] for name, task in TASKS.items()}
     assert kinds["image-classification"] == ["image"]
     assert kinds["reranking"] == kinds["question-answering"] == ["text", "text"]
+    own = (
+        Tensor("age", "INT64", (1,)),
+        Tensor("weight", "FP32", (1,)),
+        Tensor("box", "INT64", (4,)),
+        Tensor("note", "BYTES", (1,)),
+    )
+    fields = Form(own, form.view, rules, {}).fields
+    assert [field.kind for field in fields[:4]] == ["number", "number", "text", "text"]
+    assert [field.label for field in fields if field.is_parameter] == [*rules]
 
 
 def test_a_form_of_many_parts_or_of_none_is_refused() -> None:

@@ -143,6 +143,9 @@ def test_what_the_embedded_server_lacks_is_no_error_inside_a_container() -> None
     findings = check_machine(machine)
     assert {finding.severity for finding in findings} == {"info"}
     assert [one.given for one in findings if one.id == "tritonserver"] == [str(there)]
+    (row,) = [one for one in check_machine(MACHINE) if one.id == "tritonserver"]
+    assert "known defects (`triptych lint" in row.given
+    assert len(row.given) < 100  # one line of a terminal, with the columns before it
 
 
 def test_this_machine_can_serve_and_what_is_taken_or_missing_is_seen(tmp_path: Path) -> None:

@@ -233,7 +233,8 @@ def cast_numbers(array: NDArray[np.generic], dtype: type[np.generic]) -> NDArray
     is_int = np.issubdtype(dtype, np.integer) and array.dtype.kind in "iu"
     is_float = np.issubdtype(dtype, np.floating) and array.dtype.kind in "iu"
     if array.size and not (same or is_int or is_float):
-        raise TypeError(f"must have elements of type {dtype.__name__}, not {array.dtype}")
+        given = "text" if array.dtype.kind in "US" else array.dtype
+        raise TypeError(f"must have elements of type {dtype.__name__}, not {given}")
     result = array.astype(dtype)
     if is_int and (bad := result != array).any():
         limits = np.iinfo(dtype)  # type: ignore[type-var]

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from triptych.base.errors import Finding, Severity
 from triptych.base.extras import extra_requirements, install_command
+from triptych.base.formatting import amount
 from triptych.base.release_changes import defects_of
 from triptych.container.machine import find_driver, find_tensorrt
 from triptych.container.processor import find_instruction_sets, find_processor, sets_for
@@ -240,8 +241,9 @@ def _installation(machine: MachineInfo) -> Iterable[Finding]:
         "Create the virtual environment again: `python3.11 -m venv .venv`",
     )
     rule = "a tritonserver on PATH is used, otherwise the embedded one"
-    defects = "; ".join(one.effect for one in defects_of(EMBEDDED_RELEASE, {"any server"}))
-    embedded = f"embedded {EMBEDDED_RELEASE}: for development. Its known defects: {defects}"
+    defects = amount(len(defects_of(EMBEDDED_RELEASE, {"any server"})), "known defect")
+    listed = f"`triptych lint --triton {EMBEDDED_RELEASE}` lists them"
+    embedded = f"embedded {EMBEDDED_RELEASE}: for development, {defects} ({listed})"
     given = machine.tritonserver or embedded
     yield _finding("tritonserver", True, rule, given, "info", "")
 

@@ -46,6 +46,10 @@ class Field:
     choices: tuple[str, ...] = ()
     hint: str = ""
 
+    @property
+    def is_parameter(self) -> bool:
+        return self.name.startswith(_PARAMETER)
+
 
 @dataclass(frozen=True)
 class FormRequest:
@@ -88,10 +92,7 @@ class Form:
 
     @property
     def fields(self) -> list[Field]:
-        found = [
-            Field(tensor.name, tensor.name, "image" if is_file(tensor) else "text")
-            for tensor in self.inputs
-        ]
+        found = [Field(tensor.name, tensor.name, _control(tensor)) for tensor in self.inputs]
         if self.compares:
             label = f"another {self.inputs[0].name} to compare with"
             found.append(Field(SECOND, label, "text"))
@@ -140,6 +141,13 @@ class Form:
 def is_file(tensor: Tensor) -> bool:
     """Return whether the value of an input is the content of a file."""
     return tensor.content in ("image", "bytes")
+
+
+def _control(tensor: Tensor) -> ControlKind:
+    if is_file(tensor):
+        return "image"
+    is_number = tensor.dims == (1,) and tensor.dtype not in ("BYTES", "BOOL")
+    return "number" if is_number else "text"
 
 
 def _typed_input(tensor: Tensor, value: str | bytes) -> Any:
