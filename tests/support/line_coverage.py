@@ -8,6 +8,7 @@ killed, or that starts without PYTHONPATH, is not recorded.
 
 import ast
 import atexit
+import contextlib
 import difflib
 import json
 import os
@@ -60,10 +61,23 @@ class PackageFiles(slipcover.FileMatcher):  # type: ignore[misc]
         return filename is not None and find_module(filename) is not None
 
 
+class Recorder(slipcover.Slipcover):  # type: ignore[misc]
+    """Recorder of a process with threads."""
+
+    def deinstrument_seen(self) -> None:
+        """Stop counting lines that were counted often.
+
+        slipcover looks for their functions in dictionaries that other threads may change meanwhile.
+        Functions that it did not reach are then counted on, and found the next time.
+        """
+        with contextlib.suppress(RuntimeError):
+            super().deinstrument_seen()
+
+
 def start() -> None:
     """Record this process from now on; a second call does nothing."""
     if not _recorders:
-        _recorders.append(slipcover.Slipcover())
+        _recorders.append(Recorder())
         slipcover.ImportManager(_recorders[0], PackageFiles()).__enter__()
         atexit.register(save)
 
