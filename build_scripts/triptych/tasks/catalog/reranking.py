@@ -7,15 +7,9 @@ from dataclasses import replace
 from triptych.base.errors import UserError
 from triptych.base.tensors import Tensor
 from triptych.models.info import ModelInfo
-from triptych.tasks.classes import (
-    SEQUENCE_CLASSIFIER,
-)
-from triptych.tasks.compare import (
-    compare_scores,
-)
-from triptych.tasks.labeled import (
-    RECIPROCAL_RANK,
-)
+from triptych.tasks.classes import SEQUENCE_CLASSIFIER
+from triptych.tasks.compare import compare_scores
+from triptych.tasks.labeled import RECIPROCAL_RANK
 from triptych.tasks.metric import Metric
 from triptych.tasks.prompts import prompt_rule, prompt_settings
 from triptych.tasks.task import TEXT, TEXT_PAIR, Core, Parameters, Task

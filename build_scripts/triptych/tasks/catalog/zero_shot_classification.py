@@ -8,17 +8,9 @@ from triptych.base.errors import UserError
 from triptych.base.tensors import Tensor
 from triptych.models.info import ModelInfo
 from triptych.models.text import ENTAILMENT
-from triptych.tasks.classes import (
-    CHOICES,
-    SEQUENCE_CLASSIFIER,
-)
-from triptych.tasks.compare import (
-    LABEL_METRICS,
-    compare_labels,
-)
-from triptych.tasks.labeled import (
-    LABEL_ACCURACY,
-)
+from triptych.tasks.classes import CHOICES, SEQUENCE_CLASSIFIER
+from triptych.tasks.compare import LABEL_METRICS, compare_labels
+from triptych.tasks.labeled import LABEL_ACCURACY
 from triptych.tasks.task import TEXT, Core, Parameters, Rule, Task, View
 
 

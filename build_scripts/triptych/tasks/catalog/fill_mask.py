@@ -5,19 +5,9 @@ from __future__ import annotations
 from triptych.base.errors import UserError
 from triptych.base.tensors import Tensor
 from triptych.models.info import ModelInfo
-from triptych.tasks.classes import (
-    BEST_CHOICES,
-    MAX_TOP_K,
-    choosing_core,
-    top_k,
-)
-from triptych.tasks.compare import (
-    LABEL_AGREEMENT,
-    compare_tokens,
-)
-from triptych.tasks.labeled import (
-    TOKEN_ACCURACY,
-)
+from triptych.tasks.classes import BEST_CHOICES, MAX_TOP_K, choosing_core, top_k
+from triptych.tasks.compare import LABEL_AGREEMENT, compare_tokens
+from triptych.tasks.labeled import TOKEN_ACCURACY
 from triptych.tasks.metric import Metric
 from triptych.tasks.task import TEXT, Task
 

@@ -14,13 +14,8 @@ from triptych.tasks.classes import (
     labels,
     top_k,
 )
-from triptych.tasks.compare import (
-    LABEL_METRICS,
-    compare_labels,
-)
-from triptych.tasks.labeled import (
-    LABEL_ACCURACY,
-)
+from triptych.tasks.compare import LABEL_METRICS, compare_labels
+from triptych.tasks.labeled import LABEL_ACCURACY
 from triptych.tasks.task import TEXT, TEXT_PAIR, Task
 
 TASK = Task(

@@ -7,9 +7,7 @@ from dataclasses import replace
 
 from triptych.base.tensors import Tensor
 from triptych.models.info import ModelInfo
-from triptych.tasks.labeled import (
-    SIMILARITY_CORRELATION,
-)
+from triptych.tasks.labeled import SIMILARITY_CORRELATION
 from triptych.tasks.metrics_vectors import (
     COSINES,
     NEIGHBORS,

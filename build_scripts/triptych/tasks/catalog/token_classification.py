@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from triptych.base.tensors import Tensor
 from triptych.models.info import ModelInfo
-from triptych.tasks.classes import (
-    has_labels,
-    labels,
-)
-from triptych.tasks.compare import (
-    LABEL_AGREEMENT,
-    compare_entities,
-)
-from triptych.tasks.labeled import (
-    ENTITY_F1,
-)
+from triptych.tasks.classes import has_labels, labels
+from triptych.tasks.compare import LABEL_AGREEMENT, compare_entities
+from triptych.tasks.labeled import ENTITY_F1
 from triptych.tasks.metric import Metric
 from triptych.tasks.task import TEXT, Core, Parameters, Rule, Task, View
 

@@ -5,12 +5,8 @@ from __future__ import annotations
 from triptych.base.errors import UserError
 from triptych.base.tensors import Tensor
 from triptych.models.info import ModelInfo
-from triptych.tasks.compare import (
-    compare_answers,
-)
-from triptych.tasks.labeled import (
-    ANSWER_F1,
-)
+from triptych.tasks.compare import compare_answers
+from triptych.tasks.labeled import ANSWER_F1
 from triptych.tasks.metric import Metric
 from triptych.tasks.task import TEXT, TEXT_PAIR, Core, Rule, Task, View
 
