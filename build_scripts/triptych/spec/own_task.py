@@ -15,7 +15,7 @@ from triptych.runtime.hooking import load_hooks
 from triptych.spec.kind import MODEL
 from triptych.spec.model_fields import ModelSpec, OutputField
 from triptych.tasks.compare import TIE, Comparison, Outputs
-from triptych.tasks.metric import OWN_METRICS
+from triptych.tasks.metric import OWN_METRICS, Metric
 from triptych.tasks.task import Core, Parameters, Task
 
 COMPARE_PREFIX = "compare_"
@@ -24,7 +24,9 @@ COMPARE_PREFIX = "compare_"
 
 def own_task(spec: ModelSpec) -> Task:
     """Return the task that the spec declares; its core needs `ModelInfo.own`."""
-    metrics = {name: f"{name}.{field.compared_by}" for name, field in spec.outputs.items()}
+    metrics = {
+        name: OWN_METRICS[field.compared_by].of_output(name) for name, field in spec.outputs.items()
+    }
 
     def core(info: ModelInfo, parameters: Parameters) -> Core:
         return Core("", "graph", "arrays", _interface(info).outputs)
@@ -55,9 +57,7 @@ def own_task(spec: ModelSpec) -> Task:
         rows="own_model.OwnRowMaker",
         decode="own_step.StepDecoder" if len(spec.steps) > 1 else "own_model.OwnDecoder",
         core=core,
-        metrics=tuple(
-            OWN_METRICS[field.compared_by].of_output(name) for name, field in spec.outputs.items()
-        ),
+        metrics=tuple(metrics.values()),
         compare_outputs=partial(_compare, spec, metrics),
         labeled=None,
         parameters=lambda info: {name: field.rule for name, field in spec.parameters.items()},
@@ -85,7 +85,7 @@ def _interface(info: ModelInfo) -> OwnInterface:
 
 def _compare(
     spec: ModelSpec,
-    metrics: Mapping[str, str],
+    metrics: Mapping[str, Metric],
     got: Sequence[Outputs],
     wanted: Sequence[Outputs],
     queries: Sequence[str],
@@ -103,12 +103,12 @@ def _compare(
         if field.compared_by == "max_difference":
             scale = max([1.0, *(float(np.abs(right).max(initial=0)) for _, right in pairs)])
             scores = [_difference(own, right) / scale for own, right in pairs]
-            values[metric] = max(scores)
+            values[metric.name] = max(scores)
             badness = np.maximum(badness, scores)
             continue
         scores = [_score(spec, name, field, own, right) for own, right in pairs]
         worst = field.compared_by in ("cosine", "function")
-        values[metric] = min(scores) if worst else float(np.mean(scores))
+        values[metric.name] = min(scores) if worst else float(np.mean(scores))
         badness = np.maximum(badness, 1.0 - np.array(scores))
     return Comparison(values, badness.tolist())
 

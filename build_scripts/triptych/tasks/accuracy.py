@@ -62,15 +62,11 @@ def metrics_of(task: Task) -> tuple[str, ...]:
     return tuple(metric.name for metric in (*CORE_METRICS, *task.metrics))
 
 
-def default_limits(metrics: Iterable[str], precision: str) -> dict[str, float]:
+def default_limits(metrics: Iterable[Metric], precision: str) -> dict[str, float]:
     """Return the default limit of each metric that has one for a precision."""
     column = _COLUMNS[TOLERANCES[precision]]
-    limits = {}
-    for name in metrics:
-        metric = find_metric(name)
-        if metric is not None and (limit := metric.limits[column]) is not None:
-            limits[name] = limit
-    return limits
+    limits = {metric.name: metric.limits[column] for metric in metrics}
+    return {name: limit for name, limit in limits.items() if limit is not None}
 
 
 def thresholds(task: Task, precision: str, overrides: Mapping[str, float]) -> dict[str, float]:
@@ -93,7 +89,7 @@ def thresholds(task: Task, precision: str, overrides: Mapping[str, float]) -> di
                 given=limit,
                 remedy=f"Choose from: {', '.join(names)}",
             )
-    limits = {**default_limits(names, precision), **overrides}
+    limits = {**default_limits((*CORE_METRICS, *task.metrics), precision), **overrides}
     return {name: limits[name] for name in names if name in limits}
 
 
@@ -108,9 +104,8 @@ def probe_limits(task: Task, precision: str, overrides: Mapping[str, float]) -> 
         overrides: See `thresholds`.
     """
     column = _COLUMNS[TOLERANCES[precision]] - 1
-    limits = {
-        m.name: m.probe[column] for m in (*CORE_METRICS, *task.metrics) if m.probe is not None
-    }
+    every = (*CORE_METRICS, *task.metrics)
+    limits = {metric.name: metric.probe[column] for metric in every if metric.probe is not None}
     return {
         name: overrides[name] if _is_looser(name, overrides, limit) else limit
         for name, limit in limits.items()

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from triptych.base.arrays import Array
 from triptych.base.tensors import Tensor
-from triptych.tasks.compare import TIE
+from triptych.tasks.compare import LABEL_AGREEMENT, TIE
+from triptych.tasks.metric import Metric
 from triptych.tasks.metrics_vectors import COSINES
 
 RowOutputs = dict[str, Array]
@@ -45,7 +46,7 @@ class Results(ABC):
 
     @property
     @abstractmethod
-    def metrics(self) -> tuple[str, ...]:
+    def metrics(self) -> tuple[Metric, ...]:
         """Metrics of undecoded results, besides differences."""
 
     @property
@@ -90,9 +91,13 @@ class Results(ABC):
     def as_expected(self, rows: Sequence[RowOutputs]) -> list[Expected]:
         """Return the outputs of a graph in the form of a reference."""
 
+    def whole(self, row: RowOutputs, expected: Expected) -> list[Pair]:
+        """Return the views that together have each number of the reference once."""
+        return self.pairs(row, expected)
+
     def squares(self, row: RowOutputs, expected: Expected) -> tuple[float, float]:
         """Return the squared norms of a row's error and of its reference."""
-        pairs = self.pairs(row, expected)
+        pairs = self.whole(row, expected)
         with np.errstate(invalid="ignore", over="ignore"):
             off = sum(float(np.square(a.astype(np.float64) - b).sum()) for a, b in pairs)
             return off, sum(float(np.square(b.astype(np.float64)).sum()) for _, b in pairs)
@@ -122,11 +127,11 @@ class Elements(Results):
     meaning: Literal["vector", "classes", "values"] = "values"
 
     @property
-    def metrics(self) -> tuple[str, ...]:
+    def metrics(self) -> tuple[Metric, ...]:
         if self.meaning == "vector":
-            return tuple(metric.name for metric in COSINES)
+            return COSINES
         several = self.meaning == "classes" and self.outputs[0].dims != (1,)
-        return ("label_agreement",) if several else ()
+        return (LABEL_AGREEMENT,) if several else ()
 
     @property
     def views(self) -> tuple[str, ...]:
@@ -171,8 +176,8 @@ class BestClasses(Results):
     """
 
     @property
-    def metrics(self) -> tuple[str, ...]:
-        return ("label_agreement",)
+    def metrics(self) -> tuple[Metric, ...]:
+        return (LABEL_AGREEMENT,)
 
     @property
     def views(self) -> tuple[str, ...]:
@@ -203,16 +208,13 @@ class BestClasses(Results):
         return ""
 
     def pairs(self, row: RowOutputs, expected: Expected) -> list[Pair]:
-        ids, scores = self.chosen(row)
-        right = expected[0].reshape(len(ids), -1)
-        return [
-            (scores, -np.sort(-right, axis=1)[:, : ids.shape[1]]),
-            (self._every(row, expected), right),
-        ]
+        scores = self.chosen(row)[1]
+        ((every, right),) = self.whole(row, expected)
+        return [(scores, -np.sort(-right, axis=1)[:, : scores.shape[1]]), (every, right)]
 
-    def squares(self, row: RowOutputs, expected: Expected) -> tuple[float, float]:
-        _, every = self.pairs(row, expected)
-        return Elements((self.outputs[1],)).squares({self.outputs[1].name: every[0]}, (every[1],))
+    def whole(self, row: RowOutputs, expected: Expected) -> list[Pair]:
+        every = self._every(row, expected)
+        return [(every, expected[0].reshape(every.shape))]
 
     def effects(
         self, row: RowOutputs, changed: RowOutputs, expected: Expected, error: float

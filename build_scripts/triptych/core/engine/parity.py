@@ -35,6 +35,7 @@ from triptych.repository.records import (
 from triptych.spec.backends import Precision
 from triptych.spec.engine_plan import ShapeRange
 from triptych.tasks.accuracy import default_limits
+from triptych.tasks.metric import BATCH_SENSITIVITY, MAX_DIFFERENCE
 from triptych.tasks.results import RowOutputs
 from triptych.tasks.task import Core
 
@@ -79,7 +80,7 @@ def check_engine(
         most = max(profile[INPUT_IDS.name].maximum[0] for profile in profiles)
         engine = _dealt(engine, tensors, most)
     closeness = "fp16" if tf32 and precision == "fp32" else precision
-    metrics = ("max_difference", "batch_sensitivity", *core.results.metrics)
+    metrics = (MAX_DIFFERENCE, BATCH_SENSITIVITY, *core.results.metrics)
     case = GateCase(
         requests=[_request(index, row) for index, row in enumerate(rows)],
         expected=core.results.as_expected([wanted[index] for index in range(len(rows))]),
@@ -87,7 +88,7 @@ def check_engine(
         limits=default_limits(metrics, closeness),
         batch_size=batch_size,
     )
-    return check(engine, case, cast(Precision, precision), metrics)
+    return check(engine, case, cast(Precision, precision), [metric.name for metric in metrics])
 
 
 def _tensor(name: str) -> Tensor:

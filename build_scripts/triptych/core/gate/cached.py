@@ -39,6 +39,7 @@ from triptych.tasks.accuracy import (
 CODE = (
     "core/gate/*.py",
     "tasks/*.py",
+    "tasks/catalog/*.py",
     "runtime/*.py",
     "!runtime/engine_*.py",
     "!runtime/generation_*.py",

@@ -54,23 +54,23 @@ def measure(
         expected: Outputs of the reference for each row.
         core: Core whose outputs the artifact returns.
     """
-    differences, scales = [], []
+    results, differences, scales = core.results, [], []
     for place, wanted in enumerate(expected):
-        pairs = core.results.pairs(batched[place], wanted)
+        pairs = results.pairs(batched[place], wanted)
         differences.append([distance(own, right) for own, right in pairs])
         scales.append([float(np.abs(right).max(initial=0)) for _, right in pairs])
     found = np.array(differences)
     # numpy's maximum is NaN if any element is NaN; Python's may not be.
     largest, scale = found.max(axis=0), np.maximum(1.0, np.max(scales, axis=0))
     effects = [
-        core.results.effects(batched[place], row, expected[place], float(largest.max()))
+        results.effects(batched[place], row, expected[place], float(largest.max()))
         for rows in others
         for place, row in rows.items()
     ]
     effect = np.max(effects, axis=0, initial=0.0) / scale
     return [
         Measured(name, found[:, view] / scale[view], float(effect[view]))
-        for view, name in enumerate(core.results.views)
+        for view, name in enumerate(results.views)
     ]
 
 
@@ -79,7 +79,8 @@ def best_agree(pairs: Pairs, core: Core) -> NDArray[np.bool_] | None:
 
     Returns None if the core has no classes.
     """
-    agrees = [core.results.agrees(row, wanted) for row, wanted in pairs]
+    results = core.results
+    agrees = [results.agrees(row, wanted) for row, wanted in pairs]
     known = [each for each in agrees if each is not None]
     return np.concatenate(known) if known else None
 
@@ -98,7 +99,8 @@ def relative_errors(pairs: Pairs, core: Core) -> list[float]:
     If the core chooses classes, the scores of all classes are compared. Classes that were not
     chosen have the reference's scores.
     """
-    squares = [core.results.squares(row, wanted) for row, wanted in pairs]
+    results = core.results
+    squares = [results.squares(row, wanted) for row, wanted in pairs]
     return [float(np.sqrt(off / max(size, 1.0))) for off, size in squares]
 
 
@@ -113,7 +115,8 @@ def core_error(
         rows = run_rows(run, samples, range(len(samples)), ERROR_BATCH)
     except Incomparable:
         return float("inf")
-    squares = [core.results.squares(rows[place], wanted) for place, wanted in enumerate(expected)]
+    results = core.results
+    squares = [results.squares(rows[place], wanted) for place, wanted in enumerate(expected)]
     errors = [off / max(size, 1e-12) for off, size in squares]
     error = float(np.mean(errors)) if errors else 0.0
     return error if np.isfinite(error) else float("inf")

@@ -16,7 +16,7 @@ from triptych.core.inputs import PipelineInputs
 from triptych.core.requests import hash_inputs, hash_rows, rows_of
 from triptych.repository.render import Ranges
 from triptych.runtime.decode_rows import RANGES_FILE, to_unit_length
-from triptych.tasks import text_embedding
+from triptych.tasks.catalog import text_embedding
 
 CODE = ("core/gate/ranges.py", "core/gate/reference.py", "runtime/decode_rows.py")
 MULTIPLE = 128

@@ -354,9 +354,10 @@ def reference_row_outputs(
         like: Outputs of the artifact. If the reference scores classes equally up to rounding, the
             class that the artifact chose is used, so that a tie is not a difference.
     """
+    results = core.results
     if like is None:
-        return [core.results.as_outputs(each) for each in expected]
-    return [core.results.as_outputs(*each) for each in zip(expected, like, strict=True)]
+        return [results.as_outputs(each) for each in expected]
+    return [results.as_outputs(*each) for each in zip(expected, like, strict=True)]
 
 
 CODE = (
