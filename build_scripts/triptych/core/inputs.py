@@ -39,15 +39,14 @@ from triptych.spec.plan import Layout, Plan, make_plan, max_length_of
 from triptych.spec.spec import SPEC_FILE, PipelineSpec
 from triptych.spec.traffic import TRAFFIC_FILE, TrafficRow, read_traffic
 from triptych.spec.tuned import Tuned, describe_tuned, read_tuned
-from triptych.tasks import text_classification, text_embedding
-from triptych.tasks.catalog import find_task
+from triptych.tasks.catalog import find_task, text_classification, text_embedding
+from triptych.tasks.catalog.reranking import with_logit_score
+from triptych.tasks.catalog.text_classification import PAIR_CLASSIFICATION
+from triptych.tasks.catalog.text_embedding import FLOAT_EMBEDDING
 from triptych.tasks.classes import with_class_scores, with_threshold
 from triptych.tasks.labeled import LabeledRow
 from triptych.tasks.prompts import PROMPT
-from triptych.tasks.reranking import with_logit_score
 from triptych.tasks.task import Task
-from triptych.tasks.text_classification import PAIR_CLASSIFICATION
-from triptych.tasks.text_embedding import FLOAT_EMBEDDING
 
 INSTRUCTORS = tuple(f"hkunlp/instructor-{size}" for size in ("base", "large", "xl"))
 """Models whose prompts sentence-transformers leaves out of pooling, although their files do not."""

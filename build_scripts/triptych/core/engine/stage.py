@@ -119,6 +119,7 @@ CODE = (
     "core/gate/check.py",
     "core/gate/differences.py",
     "core/gate/runs.py",
+    "tasks/results.py",
 )
 INSPECTION_FILE = "inspection.json"
 

@@ -48,6 +48,7 @@ CODE = (
     "core/requests.py",
     "core/gate/runs.py",
     "core/gate/differences.py",
+    "tasks/results.py",
 )
 CONVERSION_FILE = "conversion.json"
 RANKING_ROWS = 64
