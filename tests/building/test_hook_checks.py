@@ -15,6 +15,7 @@ from mistakes import check_refused
 from scaffolding import run, write
 from triptych.building.pipeline_checks import Check, check_pipeline
 from triptych.runtime.hooking import RowForm
+from triptych.spec.spec import load_spec
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def problem(folder: Path, hooks: str) -> Check:
     """What is found wrong first with the pipeline, with these hooks instead of its own."""
     (folder / "hooks.py").write_text(hooks, encoding="utf-8")
     (folder / "test_hooks.py").unlink(missing_ok=True)
-    *checks, tests = check_pipeline(folder)
+    *checks, tests = check_pipeline(load_spec(folder))
     assert (tests.name, tests.severity) == ("tests", "warning")
     bad = [check for check in checks if check.severity != "ok"]
     assert len(bad) == 1, bad
@@ -68,7 +69,7 @@ def after(rows, inputs):
 """
     (folder / "hooks.py").write_text(rule, encoding="utf-8")
     (folder / "test_hooks.py").unlink()
-    *checks, _ = check_pipeline(folder)
+    *checks, _ = check_pipeline(load_spec(folder))
     assert {check.severity for check in checks} == {"ok"}
     assert (checks[-1].name, checks[-1].note) == ("after-rows", "12 made-up answers")
 
@@ -108,11 +109,11 @@ def test_decode_of_a_custom_task_and_the_images_of_the_traffic_must_be_there(
     folder = write(tmp_path, "custom", "custom")
     assert "`decode` is missing" in problem(folder, "def before(rows): return rows").note
     (folder / "hooks.py").unlink()
-    checks = check_pipeline(folder)
+    checks = check_pipeline(load_spec(folder))
     assert (checks[-1].name, checks[-1].severity) == ("hooks-load", "error")
     folder = write(tmp_path, "image-classification", "images", with_hooks=True)
     (folder / "samples/stripes.png").unlink()
-    check_refused("traffic.jsonl:2", check_pipeline, folder)
+    check_refused("traffic.jsonl:2", check_pipeline, load_spec(folder))
 
 
 def test_the_pipelines_own_tests_fail_with_a_broken_hook(folder: Path) -> None:
@@ -133,13 +134,13 @@ def test_the_generated_tests_allow_outputs_that_after_adds(folder: Path) -> None
         file.write("\noutputs: [{name: good, dtype: BOOL}]\n")
     after = "def after(rows):\n    return [{**row, 'good': row['score'] > 0.5} for row in rows]\n"
     (folder / "hooks.py").write_text(after)
-    assert [check for check in check_pipeline(folder) if check.severity != "ok"] == []
+    assert [check for check in check_pipeline(load_spec(folder)) if check.severity != "ok"] == []
     # An output that is lost, or a field that `before` adds, still fails.
     (folder / "hooks.py").write_text(after.replace("**row, ", ""))
-    assert check_pipeline(folder)[-1].severity == "error"
+    assert check_pipeline(load_spec(folder))[-1].severity == "error"
     before = "\n\ndef before(rows):\n    return [{**row, 'more': 'text'} for row in rows]\n"
     (folder / "hooks.py").write_text(after + before)
-    assert check_pipeline(folder)[-1].severity == "error"
+    assert check_pipeline(load_spec(folder))[-1].severity == "error"
 
 
 def test_the_environment_of_the_demo_can_test_hooks() -> None:
@@ -154,14 +155,14 @@ def test_tests_may_be_missing_and_not_empty(folder: Path) -> None:
     # Settings of other tests further up do not count.
     (folder.parent / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
     (folder.parent / "conftest.py").write_text("raise RuntimeError('not mine')\n")
-    assert check_pipeline(folder)[-1].severity == "ok"
+    assert check_pipeline(load_spec(folder))[-1].severity == "ok"
     (folder / "test_hooks.py").write_text("")
-    assert (check_pipeline(folder)[-1].severity) == "error"
-    assert "has no tests" in check_pipeline(folder)[-1].note
+    assert (check_pipeline(load_spec(folder))[-1].severity) == "error"
+    assert "has no tests" in check_pipeline(load_spec(folder))[-1].note
     (folder / "test_hooks.py").unlink()
-    assert check_pipeline(folder)[-1].severity == "warning"
+    assert check_pipeline(load_spec(folder))[-1].severity == "warning"
     (folder / "hooks.py").unlink()
-    checks = [(check.name, check.severity) for check in check_pipeline(folder)]
+    checks = [(check.name, check.severity) for check in check_pipeline(load_spec(folder))]
     assert checks == [("spec", "ok"), ("traffic", "ok"), ("hooks", "ok")]
 
 

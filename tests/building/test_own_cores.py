@@ -247,7 +247,7 @@ def test_a_wrong_graph_of_models_is_refused(tmp_path: Path) -> None:
 def test_the_check_without_a_server_calls_the_functions_between_models(tmp_path: Path) -> None:
     folder = write_cores(tmp_path / "cores")
     hooks = (folder / "hooks.py").read_text()
-    names = {check.name: check for check in check_own_pipeline(folder)}
+    names = {check.name: check for check in check_own_pipeline(load_model_spec(folder))}
     assert names["rank"].note.startswith("40 synthetic rows")
     changes = {
         ('"both": both', '"all": both'): "must return arrays with the names both",
@@ -260,7 +260,11 @@ def test_the_check_without_a_server_calls_the_functions_between_models(tmp_path:
         (folder / "hooks.py").write_text(
             hooks.replace(old.replace("\\n", "\n"), new.replace("\\n", "\n"))
         )
-        notes = [check.note for check in check_own_pipeline(folder) if check.severity != "ok"]
+        notes = [
+            check.note
+            for check in check_own_pipeline(load_model_spec(folder))
+            if check.severity != "ok"
+        ]
         assert any(message in note for note in notes), (message, notes)
 
 

@@ -40,6 +40,7 @@ from triptych.core.gate.verify import LiveOptions, verify_pipeline
 from triptych.runtime.sampling import FOLDER_VARIABLE
 from triptych.serving.server import Server
 from triptych.spec.model_fields import load_model_spec
+from triptych.spec.spec import load_spec
 
 pytestmark = pytest.mark.server
 
@@ -231,7 +232,11 @@ def test_the_check_without_a_server_finds_mistakes_in_functions(tmp_path: Path) 
     for old, new, message in MISTAKES:
         assert old in right, old
         hooks.write_text(right.replace(old, new))
-        errors = [check.note for check in check_own_pipeline(folder) if check.severity == "error"]
+        errors = [
+            check.note
+            for check in check_own_pipeline(load_model_spec(folder))
+            if check.severity == "error"
+        ]
         assert len(errors) == bool(message), (new, errors)
         assert message in "".join(errors), (new, errors)
 
@@ -401,9 +406,9 @@ def test_after_adds_declared_outputs_to_a_built_in_task(folder: Path, server: An
         size = np.linalg.norm(found["embedding"][0])
         np.testing.assert_allclose(found["size"], [[size]], rtol=1e-5)
         assert found["first"].tolist() == [["1. two"]]
-    assert not [each for each in check_pipeline(vectors) if each.severity == "error"]
+    assert not [each for each in check_pipeline(load_spec(vectors)) if each.severity == "error"]
     (vectors / "hooks.py").write_text(ADDING.replace('"size"', '"length"'))
-    (wrong,) = [each for each in check_pipeline(vectors) if each.severity == "error"]
+    (wrong,) = [each for each in check_pipeline(load_spec(vectors)) if each.severity == "error"]
     assert "size" in wrong.note
     (vectors / "hooks.py").write_text("def before(rows):\n    return rows\n")
     check_refused("has no function `after`", build_into, vectors, folder / "repository")

@@ -43,7 +43,7 @@ from triptych.interface.page.demo import answer, open_pipeline
 from triptych.repository.lint.engine import unsupported
 from triptych.serving.server import Server
 from triptych.spec.spec import load_spec
-from triptych.tasks.text_embedding import ENCODINGS
+from triptych.tasks.catalog.text_embedding import ENCODINGS
 
 pytestmark = [
     pytest.mark.server,

@@ -24,7 +24,7 @@ from triptych.core.gate.reference import reference_outputs
 from triptych.core.gate.runs import open_onnx
 from triptych.core.requests import Sample
 from triptych.models.source import read_model_info
-from triptych.tasks import text_embedding
+from triptych.tasks.catalog import text_embedding
 
 pytestmark = pytest.mark.build
 

@@ -19,7 +19,7 @@ from triptych.core.gate.runs import open_onnx
 from triptych.models.source import read_model_info
 from triptych.spec.fields import CoreSettings
 from triptych.spec.plan import Plan
-from triptych.tasks import text_embedding
+from triptych.tasks.catalog import text_embedding
 
 pytestmark = pytest.mark.build
 

@@ -125,6 +125,23 @@ def test_the_stages_of_a_build_hide_nothing_from_mypy() -> None:
     assert not hidden
 
 
+FIRST = """
+import sys
+from importlib import import_module
+for name in sys.argv[1:]:
+    for loaded in [each for each in sys.modules if each.partition(".")[0] == "triptych"]:
+        del sys.modules[loaded]
+    import_module(name)
+"""
+
+
+def test_a_module_of_the_tasks_can_be_the_first_that_is_imported() -> None:
+    files = [name_of(path).removesuffix(".py").removesuffix("/__init__") for path in MODULES]
+    tasks = ["triptych." + file.replace("/", ".") for file in files if file.startswith("tasks")]
+    assert "triptych.tasks.catalog" in tasks
+    subprocess.run([sys.executable, "-c", FIRST, *tasks], check=True)
+
+
 def test_a_module_says_what_it_owns_and_stays_small() -> None:
     for path in (*MODULES, *TESTS):
         text = path.read_text(encoding="utf-8")

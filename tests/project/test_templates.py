@@ -53,7 +53,7 @@ def test_a_template_passes_every_check_and_its_script_writes_its_model(
 ) -> None:
     folder = write(tmp_path, name)
     before = sorted(folder.rglob("*"))
-    checks = check_own_pipeline(folder)
+    checks = check_own_pipeline(load_model_spec(folder))
     assert [check for check in checks if check.severity != "ok"] == []
     assert sorted(folder.rglob("*")) == before
     monkeypatch.syspath_prepend(folder)
@@ -128,7 +128,7 @@ def test_boxes_of_a_yolo_file_need_no_code(tmp_path: Path) -> None:
     onnx.helper.set_model_props(model, {"names": "{0: 'cat', 1: 'dog'}", "imgsz": "[96, 96]"})
     onnx.save(model, tmp_path / "yolo.onnx")
     folder = write(tmp_path, "object-detection", model=str(tmp_path / "yolo.onnx"))
-    checks = check_own_pipeline(folder)
+    checks = check_own_pipeline(load_model_spec(folder))
     assert [check for check in checks if check.severity == "error"] == []
     hooks: Any = load_hooks(folder)
     image = (folder / "samples/wide.png").read_bytes()

@@ -21,13 +21,13 @@ from triptych.spec.own_task import own_task
 from triptych.spec.plan import Plan, make_plan
 from triptych.spec.spec import load_spec
 from triptych.spec.traffic import Lengths
-from triptych.tasks import (
+from triptych.tasks.catalog import (
+    TASKS,
     text_classification,
     text_embedding,
     token_classification,
     zero_shot_classification,
 )
-from triptych.tasks.catalog import TASKS
 from triptych.tasks.classes import with_class_scores
 
 CONFIGS = ROOT / "tests/data/configs"

@@ -28,6 +28,7 @@ from triptych.repository.python_env import (
 )
 from triptych.serving.readiness import ServerError
 from triptych.serving.server import Server
+from triptych.spec.spec import load_spec
 
 
 def wheel(folder: Path, files: dict[str, str]) -> Path:
@@ -133,7 +134,7 @@ def test_a_built_pipeline_has_its_settings_and_its_archive_and_serves(
         },
     )
     (folder / "hooks.py").write_text("import idna\n\ndef before(rows):\n    return rows\n")
-    checks = {check.name: check for check in check_pipeline(folder)}
+    checks = {check.name: check for check in check_pipeline(load_spec(folder))}
     assert checks["hooks-imports"].severity == "ok"
     repository = tmp_path / "repository"
     build_into(folder, repository)

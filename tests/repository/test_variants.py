@@ -19,7 +19,7 @@ from triptych.runtime.triton_io import read_settings
 from triptych.spec.plan import make_plan
 from triptych.spec.spec import load_spec
 from triptych.spec.traffic import Lengths
-from triptych.tasks import text_embedding
+from triptych.tasks.catalog import text_embedding
 
 LENGTHS = Lengths.of([12, 20, 30, 52], max_length=256)
 GPU = ("core.device=gpu", "core.precision=fp16")

@@ -203,7 +203,8 @@ def test_a_build_runs_after_and_decode_on_what_the_model_answers(
     tmp_path: Path, base: Path
 ) -> None:
     """Every rule for hooks is in `tests/data/hooks.yaml`."""
-    checks = check_pipeline(base / "p/cleaned")  # whose `setup` knows the model without a build
+    # Its `setup` knows the model without a build.
+    checks = check_pipeline(load_spec(base / "p/cleaned"))
     assert not [check for check in checks if check.severity == "error"], checks
     for name, hooks, words in (
         ("plain", "def after(rows): return rows if len(rows) < 2 else rows[1:]", "at once"),

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from generation_cases import write_adapter, write_pipeline, write_tiny_model
 from mistakes import check_refused, refusal
 from triptych.building.generation.adapters import WEIGHTS, read_adapter
-from triptych.building.generation.build import check_folder, make_text_manifest
+from triptych.building.generation.build import check_texts, make_text_manifest
 from triptych.building.generation.gate import LIMITS, cause_of, limits_of
 from triptych.building.generation.inputs import GenerationInputs, Prompt
 from triptych.building.generation.model import (
@@ -117,20 +117,23 @@ def test_an_adapter_is_a_plain_lora_of_the_models_sizes(tmp_path: Path) -> None:
 
 def test_a_folder_is_checked_without_a_model(tmp_path: Path) -> None:
     folder = write_pipeline(tmp_path / "talk", tmp_path / "model")
-    assert [check.name for check in check_folder(folder)] == ["spec", "traffic"]
+    spec = load_generation_spec(folder)
+    assert [check.name for check in check_texts(spec)] == ["spec", "traffic"]
     (folder / "hooks.py").touch()
     (folder / "eval.jsonl").write_text('{"text_input": "a", "answers": ["b"]}')
     with (folder / "traffic.jsonl").open("a") as file:
         file.write('\n{"messages": [{"role": "user"}]}')
-    found = {check.name: check for check in check_folder(folder)}
+    found = {check.name: check for check in check_texts(spec)}
     assert (found["eval"].note, found["hooks"].severity) == ("1 rows", "warning")
     assert "traffic.jsonl:4: `messages[0]` must be" in found["messages"].note
     for row in ("{}", '{"text_input": "a"}', '{"text_input": "a", "answers": []}'):
         (folder / "eval.jsonl").write_text(row)
-        check_refused("eval.jsonl:1", check_folder, folder)
+        check_refused("eval.jsonl:1", check_texts, spec)
     (folder / "eval.jsonl").unlink()
     (folder / "traffic.jsonl").write_text('{"text_input": "a", "max_tokens": 5}')
-    check_refused("traffic.jsonl:1: max_tokens` is no part", check_folder, folder)
+    check_refused(
+        "traffic.jsonl:1: max_tokens` is no part", check_texts, load_generation_spec(folder)
+    )
 
 
 FACTS = GenerationInfo("", "LlamaForCausalLM", 64, (1,), {}, 1000, 2, vocabulary=300)

@@ -22,7 +22,7 @@ from triptych.spec.plan import Plan, make_plan
 from triptych.spec.spec import load_spec
 from triptych.spec.traffic import Lengths
 from triptych.spec.tuned import Tuned, write_tuned
-from triptych.tasks import text_embedding
+from triptych.tasks.catalog import text_embedding
 
 LENGTHS = Lengths.of([12, 20, 30, 52], max_length=256)
 GPU = ("core.device=gpu", "core.precision=fp16")

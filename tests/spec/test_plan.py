@@ -22,7 +22,7 @@ from triptych.spec.engine_plan import MAX_GRAPHS, EnginePlan, RowCost, row_cost
 from triptych.spec.plan import Plan, batch_mib, bucket_of, choose_edges, make_plan
 from triptych.spec.spec import load_spec
 from triptych.spec.traffic import Lengths
-from triptych.tasks import image_classification, reranking, text_embedding
+from triptych.tasks.catalog import image_classification, reranking, text_embedding
 
 LENGTHS = Lengths.of([5, 9, 12, 17, 30, 31, 60, 200], max_length=256)
 EVEN = Lengths.of([32] * 8, max_length=512)

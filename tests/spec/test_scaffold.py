@@ -109,7 +109,7 @@ def test_a_template_passes_every_check_with_its_hooks_and_leaves_nothing(
     if task != "custom":
         monkeypatch.setattr(pipeline_checks, "run_tests", run_tests_here)
     before = contents(tmp_path)
-    checks = pipeline_checks.check_pipeline(folder)
+    checks = pipeline_checks.check_pipeline(load_spec(folder))
     assert [check for check in checks if check.severity != "ok"] == []
     assert checks[-1].name == "tests"
     assert re.search(r"[1-9] passed", checks[-1].note)

@@ -61,8 +61,7 @@ class CompiledStages:
     """Stages of an encoder or an own model; see `stages.BuildStages`."""
 
     def check_files(self, spec: CompiledSpec) -> Sequence[Check]:
-        check = check_own_pipeline if is_own(spec) else check_pipeline
-        return check(spec.folder)
+        return check_own_pipeline(spec) if is_own(spec) else check_pipeline(spec)
 
     def read(self, spec: CompiledSpec, progress: Progress) -> PipelineInputs:
         return read_compiled(spec, progress)

@@ -80,7 +80,8 @@ def rebuild(
     built, failure, before = None, None, ""
     try:
         pipeline = open_pipeline(load_compiled(folder, overrides))
-        checks = tuple(pipeline.check_files())
+        # The files are checked as they are, without the overrides.
+        checks = tuple(open_pipeline(load_compiled(folder)).check_files())
         if all(check.severity != "error" for check in checks):
             if list(changed) == [HOOKS_FILE]:
                 before = write_unchecked(folder, repository)

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
-from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
@@ -40,7 +39,7 @@ from triptych.runtime.own_model import OwnDecoder, OwnRowMaker
 from triptych.runtime.own_step import OwnStep
 from triptych.runtime.request_errors import RequestError
 from triptych.runtime.row_types import Arrays, CoreRows, RowInputs, find_class
-from triptych.spec.model_fields import ModelSpec, files_of, load_model_spec
+from triptych.spec.model_fields import ModelSpec, files_of
 from triptych.spec.own_task import COMPARE_PREFIX, own_task
 from triptych.spec.traffic import TRAFFIC_FILE
 
@@ -55,13 +54,13 @@ TOGETHER = 8
 """Maximum number of rows in a request of the check."""
 
 
-def check_own_pipeline(folder: Path) -> list[Check]:
+def check_own_pipeline(spec: ModelSpec) -> list[Check]:
     """Check everything in a pipeline's folder that needs neither the model's results nor a server.
 
     Raises:
-        UserError: The spec, the graph's interface or the traffic cannot be read.
+        UserError: The graph's interface or the traffic cannot be read.
     """
-    spec = load_model_spec(folder)
+    folder = spec.folder
     files_of(spec)
     reader = OwnReader(spec, own_task(spec))
     requests = reader.read(folder / TRAFFIC_FILE)

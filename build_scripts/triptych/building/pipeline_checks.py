@@ -44,7 +44,7 @@ from triptych.runtime.hooking import (
 )
 from triptych.runtime.request_errors import RequestError
 from triptych.spec.model_fields import files_of
-from triptych.spec.spec import PipelineSpec, load_spec
+from triptych.spec.spec import PipelineSpec
 from triptych.spec.traffic import TRAFFIC_FILE, read_traffic
 from triptych.tasks.task import Task
 
@@ -111,13 +111,13 @@ class Check:
         }
 
 
-def check_pipeline(folder: Path) -> list[Check]:
+def check_pipeline(spec: PipelineSpec) -> list[Check]:
     """Check everything in a pipeline's folder that needs neither the model nor a server.
 
     Raises:
-        UserError: The spec or the traffic cannot be read, or pytest is not installed.
+        UserError: The traffic cannot be read, or pytest is not installed.
     """
-    spec = load_spec(folder)
+    folder = spec.folder
     files_of(spec)
     task = task_of(spec)
     kinds = {tensor.name: bytes if tensor.content == "image" else str for tensor in task.inputs}

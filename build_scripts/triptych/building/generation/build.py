@@ -40,7 +40,6 @@ from triptych.runtime.request_errors import RequestError
 from triptych.serving.bench.bench import BenchOptions
 from triptych.serving.bench.results import BenchResult
 from triptych.serving.generation_environment import read_versions
-from triptych.spec.any_spec import load_any_spec
 from triptych.spec.eval_file import EVAL_FILE
 from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec, TextSpec
 from triptych.spec.traffic import TRAFFIC_FILE
@@ -67,7 +66,7 @@ class GeneratingStages:
     """Stages of a pipeline that generates text; see `stages.BuildStages`."""
 
     def check_files(self, spec: TextSpec) -> Sequence[Check]:
-        return check_folder(spec.folder)
+        return check_texts(spec)
 
     def read(self, spec: TextSpec, progress: Progress) -> GeneratingInputs:
         match spec:
@@ -192,13 +191,13 @@ def _check_accepted(backend: str, accept: str) -> None:
         )
 
 
-def check_folder(folder: Path) -> list[Check]:
-    """Check the spec, the traffic and the labeled rows.
+def check_texts(spec: TextSpec) -> list[Check]:
+    """Check the traffic and the labeled rows.
 
     Raises:
         UserError: A file is missing or wrong.
     """
-    load_any_spec(folder)
+    folder = spec.folder
     sent = {number: one for number, one, _ in read_prompt_lines(folder / TRAFFIC_FILE)}
     talks = {number: one["messages"] for number, one in sent.items() if "messages" in one}
     checks = [
