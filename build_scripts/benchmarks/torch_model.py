@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from triptych.base.tensors import TokenRow
-from triptych.core.export.heads import RowMembership, SentenceHead
-from triptych.core.export.to_onnx import load_model
 from triptych.core.gate.reference import pixel_values
 from triptych.core.requests import Sample
 from triptych.models.info import ModelInfo
+from triptych.models.loading import load_model
+from triptych.tasks.heads import RowMembership, SentenceHead
 from triptych.tasks.task import Core
 
 

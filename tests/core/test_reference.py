@@ -18,7 +18,6 @@ from mistakes import check_refused
 from task_models import MODELS
 from triptych.base.errors import Progress
 from triptych.base.tensors import TokenRow
-from triptych.core.export.to_onnx import load_model
 from triptych.core.gate.cached import Gate
 from triptych.core.gate.reference import (
     OVERRIDES,
@@ -31,7 +30,8 @@ from triptych.core.inputs import PipelineInputs, read_inputs
 from triptych.core.precision.stage import full_precision
 from triptych.core.requests import Sample, rows_of
 from triptych.models.image_source import _load
-from triptych.models.info import ImageInfo, ModelInfo
+from triptych.models.info import ImageInfo, Loader, ModelInfo
+from triptych.models.loading import load_model
 from triptych.models.source import read_model_info
 from triptych.spec.spec import load_spec
 from triptych.tasks.catalog import find_task
@@ -197,8 +197,9 @@ def inputs_of(
 
 def found_by(inputs: PipelineInputs) -> np.ndarray[Any, Any]:
     """The reference's results for the rows of a build."""
-    plan, rows = inputs.plan, rows_of(inputs.requests)
-    return np.array(reference_outputs(inputs.model_folder, plan.info, plan.core, rows))[:, 0]
+    plan, rows, loader = inputs.plan, rows_of(inputs.requests), inputs.plan.task.loader
+    found = reference_outputs(inputs.model_folder, plan.info, plan.core, rows, loader=loader)
+    return np.array(found)[:, 0]
 
 
 def wanted_by(inputs: PipelineInputs, model: Path, task: str) -> np.ndarray[Any, Any]:
@@ -464,9 +465,9 @@ def test_a_truncated_model_passes_a_gate_that_loads_its_reference_once(
     assert inputs.plan.core.outputs[0].dims == (7,)
     loaded: list[Path] = []
 
-    def count(folder: Path, *, pairs: bool) -> Any:
+    def count(folder: Path, loader: Loader) -> Any:
         loaded.append(folder)
-        return load_as_user(folder, pairs=pairs)
+        return load_as_user(folder, loader)
 
     monkeypatch.setattr("triptych.core.gate.reference.load_as_user", count)
     monkeypatch.setenv("TRIPTYCH_CACHE", str(tmp_path / "cache"))

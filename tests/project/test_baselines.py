@@ -114,7 +114,9 @@ def test_vectors_are_those_of_the_reference(base: Path) -> None:
     model = TorchModel(inputs.model_folder, plan.info, plan.core, compiled=False)
     file = base / "repository/tiny_core/1/model.onnx"
     core = open_onnx(file, plan.core, plan.core_inputs, pad_token_id=plan.info.pad_token_id)
-    expected = reference_outputs(inputs.model_folder, plan.info, plan.core, samples)
+    expected = reference_outputs(
+        inputs.model_folder, plan.info, plan.core, samples, loader=plan.task.loader
+    )
     wanted = np.array(expected)[:, 0]
     np.testing.assert_allclose(model(samples)[0].numpy(), wanted, atol=1e-5)
     (output,) = plan.core.outputs

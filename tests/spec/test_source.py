@@ -16,9 +16,9 @@ import pytest
 from checkpoint_files import change, write
 from mistakes import check_refused
 from triptych.base.errors import UserError
-from triptych.core.export.to_onnx import load_model
 from triptych.models.fields import EncoderSource, ModelSource
 from triptych.models.info import Dense, Loader, Normalize
+from triptych.models.loading import load_model
 from triptych.models.source import AFTER_PADDING, find_folder, locate, read_model_info
 from triptych.models.tokenizer import read_tokenizer
 

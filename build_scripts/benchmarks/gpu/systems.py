@@ -19,8 +19,8 @@ from benchmarks.gpu.pipelines import GpuPipeline
 from benchmarks.model import open_session
 from triptych.base.tensors import TokenRow
 from triptych.core.engine.runner import EngineRunner
-from triptych.core.export.to_onnx import load_model
 from triptych.core.requests import Feed, core_feed
+from triptych.models.loading import load_model
 from triptych.repository.manifest import PLAN_FILE, EncoderManifest, read_manifest
 from triptych.spec.plan import Plan, bucket_of
 
@@ -42,7 +42,7 @@ def open_torch(pipeline: GpuPipeline, device: str, precision: str, *, compiled: 
         compiled: Whether to use `torch.compile` with dynamic shapes.
     """
     torch: Any = importlib.import_module("torch")
-    from triptych.core.export import heads  # imports torch
+    from triptych.tasks import heads  # imports torch
 
     inputs, every = pipeline.inputs, pipeline.rows
     info, folder = inputs.plan.info, inputs.model_folder

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from triptych.base.tensors import DType, Tensor
 from triptych.models.info import Activation, Loader, ModelInfo
@@ -13,10 +14,14 @@ from triptych.tasks.labeled import LabeledMetric
 from triptych.tasks.metric import Metric
 from triptych.tasks.results import BestClasses, Elements, Results
 
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
 Reads = Literal["pooled", "row", "mask", "tokens", "image", "graph"]
-"""Input of the head: the vector pooled as sentence-transformers files describe (``pooled``), what
-the model's own head reads of a row, such as its first token (``row``), the mask token, every
-token, an image, or the inputs of the user's own graph.
+"""Input of the head: the vectors of all tokens, of which `Task.head` makes one result for each row
+(``pooled``), what the model's own head reads of a row, such as its first token (``row``), the mask
+token, every token, an image, or the inputs of the user's own graph.
 """
 
 Returns = Literal[
@@ -69,6 +74,32 @@ class Core:
             return Elements(self.outputs, "vector")
         has_classes = self.returns in ("logits", "scores", "token_scores")
         return Elements(self.outputs, "classes" if has_classes else "values")
+
+
+class HeadContext(NamedTuple):
+    """What the head of a task is made from.
+
+    Attributes:
+        model: Model, as `Core.auto_class` loads it.
+        info: Information about the model.
+        folder: Folder of the model.
+    """
+
+    model: PreTrainedModel
+    info: ModelInfo
+    folder: Path
+
+
+MakeHead = Callable[[HeadContext], "nn.Module"]
+"""Function that makes a head: its `forward` takes the vectors of tokens, FP32 ``[R, N, H]``, and
+their `heads.RowMembership`, and returns FP32 ``[B, K]``."""
+
+
+def sentence_head(context: HeadContext) -> nn.Module:
+    """Return the pooling of sentence-transformers with the modules behind it."""
+    from triptych.tasks.heads import SentenceHead  # imports torch
+
+    return SentenceHead(context.info, context.folder)
 
 
 @dataclass(frozen=True)
@@ -126,6 +157,7 @@ class Task:
         decode: Module and class in `triptych.runtime` of the decoder.
         core: Returns the core for a model and the pipeline's parameters.
         metrics: Metrics besides `metric.CORE_METRICS`.
+        head: Makes the head of a core that reads ``pooled``.
         compare_outputs: Computes the metrics of decoded outputs.
         labeled: Measure on labeled rows; None if there can be none.
         decodes_answers: Whether the gate compares decoded outputs. If only the pipeline knows
@@ -136,6 +168,7 @@ class Task:
         pairs: Whether a model row has two segments.
         loader: Class of sentence-transformers that loads the model for the reference; empty for
             transformers' own pipelines.
+        modules: Modules of sentence-transformers that the head computes itself.
         has_row_metadata: Whether each model row has row metadata (`tensors.ROW_METADATA`).
         decodes_tokens: Whether postprocess needs the tokenizer.
         max_length: Default maximum number of tokens in a model row; None for the model's limit.
@@ -156,11 +189,13 @@ class Task:
     compare_outputs: Compare
     labeled: LabeledMetric | None
     decodes_answers: bool = True
+    head: MakeHead = sentence_head
     parameters: Callable[[ModelInfo], Mapping[str, Rule]] = lambda info: {}
     settings: Callable[[ModelInfo], Mapping[str, object]] = lambda info: {}
     check: Callable[[ModelInfo], None] = lambda info: None
     pairs: bool = False
     loader: Loader = ""
+    modules: tuple[str, ...] = ()
     has_row_metadata: bool = False
     decodes_tokens: bool = False
     request_rows: int | None = None

@@ -21,7 +21,7 @@ from triptych.building.generation.adapters import Adapter, merge
 from triptych.building.generation.inputs import GeneratingInputs, GenerationInputs, Prompt
 from triptych.building.generation.text2text import Text2TextInputs, without_advice
 from triptych.building.generation.weights import load_model
-from triptych.core.export.model_checks import check_unused
+from triptych.models.checks import check_unused
 from triptych.models.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:

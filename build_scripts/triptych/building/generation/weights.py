@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from triptych.base.cache import cached_stage, code_hash, sha256_of
 from triptych.base.errors import Progress, UserError
-from triptych.core.export.model_checks import check_unused
+from triptych.models.checks import check_unused
 from triptych.models.fields import ModelSource
 from triptych.models.source import locate
 from triptych.serving.generation_environment import environment_python, vllm_packages

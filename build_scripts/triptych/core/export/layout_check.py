@@ -11,22 +11,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from triptych.base.errors import UserError
-from triptych.core.export.heads import (
-    ROW_READINGS,
-    LogitsReader,
-    OwnHead,
-    Reading,
-    RowMembership,
-    SentenceHead,
-    logits_of,
-)
 from triptych.core.export.packing import (
     CannotPack,
     GatheredCore,
@@ -40,6 +30,14 @@ from triptych.core.export.packing import (
 )
 from triptych.models.info import ModelInfo
 from triptych.runtime.packing import MULTIPLE, count_slots
+from triptych.tasks.heads import (
+    ROW_READINGS,
+    LogitsReader,
+    OwnHead,
+    Reading,
+    RowMembership,
+    logits_of,
+)
 from triptych.tasks.task import Core
 
 if TYPE_CHECKING:
@@ -98,26 +96,37 @@ class ProbeRow(NamedTuple):
 
 
 def find_text_core(
-    model: PreTrainedModel, info: ModelInfo, core: Core, folder: Path, layout: ModuleLayout
+    model: PreTrainedModel,
+    info: ModelInfo,
+    core: Core,
+    head: nn.Module | None,
+    layout: ModuleLayout,
 ) -> nn.Module:
     """Return the model in a layout, in the first known way that gives right results.
 
     Ways that are also right for rows with further special tokens are preferred.
+
+    Args:
+        model: Model, as `Core.auto_class` loads it.
+        info: Information about the model.
+        core: Computation of the core.
+        head: Head of the task on the vectors of tokens; None for the model's own head.
+        layout: Layout of the module.
 
     Raises:
         CannotPack: The layout is packed, and no way gives right results.
         UserError: The layout is bucketed, and no way gives right results.
     """
     with contextlib.suppress(CannotPack, UserError):
-        return _find(model, info, core, folder, layout, special=True)
-    return _find(model, info, core, folder, layout, special=False)
+        return _find(model, info, core, head, layout, special=True)
+    return _find(model, info, core, head, layout, special=False)
 
 
 def _find(
     model: PreTrainedModel,
     info: ModelInfo,
     core: Core,
-    folder: Path,
+    head: nn.Module | None,
     layout: ModuleLayout,
     *,
     special: bool,
@@ -131,7 +140,7 @@ def _find(
     if layout == "gathered":
         batch = _gathered_batch(batch)
     smallest = float("inf")
-    for text_core in _ways(model, info, core, folder, samples):
+    for text_core in _ways(model, info, core, head, samples):
         for tiled in (True, False) if packed else (False,):
             probed = text_core
             if core.reads == "pooled":  # compare all token vectors: the pooled result shows less
@@ -181,10 +190,14 @@ def _in_layout(
 
 
 def _ways(
-    model: PreTrainedModel, info: ModelInfo, core: Core, folder: Path, samples: Sequence[ProbeRow]
+    model: PreTrainedModel,
+    info: ModelInfo,
+    core: Core,
+    head: nn.Module | None,
+    samples: Sequence[ProbeRow],
 ) -> Iterator[TextCore]:
     """Yield the known ways to run the model and its head on padded rows, the cheapest first."""
-    head = _head(model, info, core, folder, samples)
+    head = head or _own_head(model, info, core, samples)
     ways: list[
         tuple[PreTrainedModel, Callable[[ModelOutput], Tensor], nn.Module, ContextFactory]
     ] = []
@@ -255,7 +268,8 @@ def _alone(model: PreTrainedModel, info: ModelInfo, core: Core, ids: Tensor) -> 
     hidden, logits = None, None
     try:
         if core.reads == "pooled":
-            hidden = hidden_of(model(**inputs(model)))[0]
+            base = model.base_model
+            hidden = hidden_of(base(**inputs(base)))[0]
         else:
             logits = logits_of(model(**inputs(model)))[0]
             if core.reads == "mask":
@@ -268,22 +282,20 @@ def _alone(model: PreTrainedModel, info: ModelInfo, core: Core, ids: Tensor) -> 
             remedy="Choose another model",
         ) from error
     base = model.base_model
-    if base is not model:
+    if base is not model and hidden is None:
         # A model without such a result, such as an encoder-decoder, is run with its own head.
         with contextlib.suppress(Exception):
             hidden = hidden_of(base(**inputs(base)))[0]
     return ProbeRow(ids, first_segment, hidden, logits)
 
 
-def _head(
-    model: PreTrainedModel, info: ModelInfo, core: Core, folder: Path, samples: Sequence[ProbeRow]
+def _own_head(
+    model: PreTrainedModel, info: ModelInfo, core: Core, samples: Sequence[ProbeRow]
 ) -> nn.Module | None:
-    """Return the head that computes the model's logits from its encoder's vectors.
+    """Return the model's own head, if it computes the model's logits from its encoder's vectors.
 
-    None if no head does.
+    None if it does not.
     """
-    if core.reads == "pooled":
-        return SentenceHead(info, folder)
     if model.base_model is model:
         return None
     for reading in READINGS[core.reads]:

@@ -22,7 +22,8 @@ from triptych.core.export.own_graph import (
     triton_type,
     with_axis,
 )
-from triptych.core.export.to_onnx import convert, quiet
+from triptych.core.export.to_onnx import convert
+from triptych.models.loading import quiet
 from triptych.runtime.hooking import load_file
 from triptych.spec.model_fields import ModelSpec
 

@@ -23,7 +23,7 @@ from triptych.core.export.own_module import (
     load_module,
     open_module,
 )
-from triptych.core.export.to_onnx import quiet
+from triptych.models.loading import quiet
 from triptych.spec.model_fields import AxisField, ModelSpec, OwnModel
 from triptych.spec.scaffold_graph import MAX_LENGTH
 

@@ -36,10 +36,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from triptych.core.export.heads import RowMembership, weighted
 from triptych.core.export.packed_attention import packed_attention
 from triptych.core.export.packed_ops import GatheredBatch, PackedBatch, PackedOperations
 from triptych.core.export.row_ops import place
+from triptych.tasks.heads import RowMembership, weighted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -5,12 +5,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
-import re
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,7 +16,6 @@ from triptych.base.errors import Progress, UserError
 from triptych.base.onnx_graph import MODEL_FILE, hashes_of_graph, save_onnx
 from triptych.base.tensors import ROW_OFFSET, ROW_SPAN, Tensor, made_by_server
 from triptych.core.export.fusion import join_operators, rewrite, sizes_of_values
-from triptych.core.export.model_checks import check_model, check_unused
 from triptych.core.export.operators import keep_padding, write_add, write_gelu, write_squeeze
 from triptych.core.export.places import (
     PLACES,
@@ -32,197 +26,20 @@ from triptych.core.export.places import (
     compute_places,
 )
 from triptych.models.info import ModelInfo
+from triptych.models.loading import load_model, one_line, quiet
 from triptych.models.source import CODE as MODEL_CODE
 from triptych.spec.plan import Plan
-from triptych.tasks.task import Core
+from triptych.tasks.task import Core, HeadContext, MakeHead, sentence_head
 
 if TYPE_CHECKING:
     import onnx
     import torch
     from torch import nn
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
     from triptych.core.export.layout_check import ModuleLayout
 
 OPSET = 18
-RESULTS = ("last_hidden_state", "logits", "start_logits", "end_logits")
-"""Fields that are read from a model's output, whatever its class."""
-
-
-def load_model(folder: Path, auto_class: str) -> PreTrainedModel:
-    """Return the model that `save_pretrained` wrote, in PyTorch, fp32 and evaluation mode.
-
-    transformers' class `auto_class` loads it, with its head. For an encoder-decoder without a head,
-    only the encoder is returned if transformers has an encoder class for it, if the full model
-    needs decoder inputs, or if the full model lacks weights.
-
-    Raises:
-        UserError: transformers cannot load the model with that class, or weights are missing.
-    """
-    import torch
-    import transformers
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    try:
-        with quiet():
-            model, report = _loader(folder, auto_class).from_pretrained(
-                folder,
-                dtype=torch.float32,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-                trust_remote_code=False,
-                return_dict=True,  # whatever the config says
-            )
-    except Exception as error:
-        raise UserError(
-            "model.source",
-            f"is not a model that transformers can load ({auto_class})",
-            given=_one_line(error),
-            remedy="Check config.json and the weights",
-        ) from error
-    if report["mismatched_keys"]:
-        raise _mismatch(model.config, sorted(report["mismatched_keys"])[0])
-    model = model.eval()
-    check_unused(model, report["unexpected_keys"])
-    check_model(model)
-    missing = _learned(model, report["missing_keys"])
-    refused = bool(missing) and _matter(model, missing)
-    if auto_class == "AutoModel" and getattr(model.config, "is_encoder_decoder", False):
-        encoder = None if not refused and _runs(model) else _encoder_of(model)
-        if encoder is not None:
-            missing = _missing_of(encoder, model, missing)
-            model, refused = encoder, bool(missing) and _matter(encoder, missing)
-    if refused:
-        raise UserError(
-            "model.source",
-            f"lacks weights of {type(model).__name__}",
-            given=f"{len(missing)} missing: {', '.join(missing[:4])}",
-            remedy="Choose a model fine-tuned for this task",
-        )
-    if isinstance(model, transformers.PreTrainedModel) and hasattr(model.config, "use_cache"):
-        model.config.use_cache = False
-    for module in model.modules():
-        if getattr(module, "rope_type", "") == "dynamic":  # differs only beyond the longest text
-            module.rope_type = "default"
-    return model
-
-
-def model_class(folder: Path, auto_class: str) -> type[PreTrainedModel]:
-    """Return the class that transformers' class `auto_class` loads a folder with."""
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    found: type[PreTrainedModel] = getattr(transformers, auto_class)._model_mapping[type(config)]
-    return found
-
-
-def _mismatch(
-    config: PreTrainedConfig, wrong: tuple[str, Sequence[int], Sequence[int]]
-) -> UserError:
-    """Return the error for weights whose size differs from the config."""
-    name, held, wanted = wrong
-    labels = list((config.id2label or {}).values())
-    if wanted[0] == len(labels) != held[0]:
-        return UserError(
-            "id2label in config.json",
-            "names another number of labels than the model's head has",
-            given=f"{len(labels)} ({', '.join(map(str, labels))}), but `{name}` has {held[0]}",
-            remedy=f"Name all {held[0]} there and in label2id, or train the head again",
-        )
-    return UserError(
-        "config.json",
-        "gives other sizes than the weights have",
-        given=f"`{name}` has {list(held)}, and {list(wanted)} by config.json",
-        remedy="Use config.json and weights of the same model",
-    )
-
-
-def _one_line(error: Exception) -> str:
-    """Return an error's message without line breaks and terminal colors, cut to 300 characters."""
-    return " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(error)).split())[:300]
-
-
-def _loader(folder: Path, auto_class: str) -> Any:
-    """Return the class to load with.
-
-    For models without a head it is the encoder's class if there is one, as in
-    sentence-transformers.
-    """
-    import transformers
-
-    if auto_class == "AutoModel":
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        if type(config) in transformers.MODEL_FOR_TEXT_ENCODING_MAPPING:
-            return transformers.AutoModelForTextEncoding
-    return getattr(transformers, auto_class)
-
-
-def _learned(model: PreTrainedModel, missing: set[str]) -> list[str]:
-    """Return those missing weights that training decides, unlike for example a table of sines."""
-    import torch
-
-    if not missing:
-        return []
-    with torch.device("meta"):
-        unfilled = type(model)(model.config)
-    frozen = {name for name, weight in unfilled.named_parameters() if not weight.requires_grad}
-    return sorted(missing - frozen)
-
-
-def _runs(model: PreTrainedModel) -> bool:
-    """Check that an encoder-decoder runs on token ids alone."""
-    import torch
-
-    try:
-        with torch.no_grad():
-            model(input_ids=model.dummy_inputs["input_ids"])
-    except Exception:  # a model may raise anything without its decoder's inputs
-        return False
-    return True
-
-
-def _encoder_of(model: PreTrainedModel) -> PreTrainedModel | None:
-    """Return the encoder of an encoder-decoder; None if it cannot run as a model of its own."""
-    import transformers
-
-    encoder = model.get_encoder()
-    return encoder if isinstance(encoder, transformers.PreTrainedModel) else None
-
-
-def _missing_of(encoder: PreTrainedModel, model: PreTrainedModel, missing: list[str]) -> list[str]:
-    """Return the encoder's share of the model's missing weights, by their names in the encoder."""
-    weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    lacking = {id(weights[name]) for name in missing if name in weights}
-    own = (*encoder.named_parameters(), *encoder.named_buffers())
-    return sorted(name for name, weight in own if id(weight) in lacking)
-
-
-def _matter(model: PreTrainedModel, missing: list[str]) -> bool:
-    """Check whether weights that the checkpoint lacks influence a result.
-
-    The weights are set to NaN for the check. If no result becomes NaN, they are set to 0: for
-    example a pooler that no head reads.
-    """
-    import torch
-
-    if model.main_input_name != "input_ids":
-        return True
-    weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    chosen = [weights[name] for name in missing if name in weights]
-    with torch.no_grad():
-        for weight in chosen:
-            weight.fill_(float("nan") if weight.is_floating_point() else 0)
-        try:
-            output = model(**model.dummy_inputs)
-        except Exception:  # the model needs other inputs, so the check is not possible
-            return True
-        results = [output.get(name) for name in RESULTS if output.get(name) is not None]
-        if not results or any(bool(result.isnan().any()) for result in results):
-            return True
-        for weight in chosen:
-            weight.zero_()
-    return False
 
 
 def export_onnx(
@@ -234,6 +51,7 @@ def export_onnx(
     packed: bool,
     target: Path,
     gathered: bool = False,
+    head: MakeHead = sentence_head,
 ) -> bool:
     """Write ``target/model.onnx``: the model in `folder` with its head and the outputs of `core`.
 
@@ -256,7 +74,8 @@ def export_onnx(
     model = load_model(folder, core.auto_class)
     with quiet(), without_fixed_length(model), torch.no_grad():
         layout: ModuleLayout = "gathered" if gathered else "packed" if packed else "bucketed"
-        graph = _graph(model, info, core, inputs, folder, layout)
+        made = head(HeadContext(model, info, folder)) if core.reads == "pooled" else None
+        graph = _graph(model, info, core, inputs, made, layout)
         traced = inputs
         if packed:
             computed = PLACES if gathered else SIZES
@@ -266,7 +85,7 @@ def export_onnx(
         try:
             proto = convert(graph, examples, (shapes,), *names, gathered=gathered)
         except Exception as error:
-            reason = f"{type(error).__name__}: {_one_line(error)}"
+            reason = f"{type(error).__name__}: {one_line(error)}"
             if packed:
                 raise CannotPack(f"its packed form does not export ({reason})") from error
             raise UserError(
@@ -335,11 +154,11 @@ def _graph(
     info: ModelInfo,
     core: Core,
     inputs: tuple[Tensor, ...],
-    folder: Path,
+    head: nn.Module | None,
     layout: ModuleLayout,
 ) -> nn.Module:
     """Return the torch module to export, from the graph's inputs to its outputs."""
-    from triptych.core.export.heads import CoreGraph, Returned
+    from triptych.core.export.outputs import CoreGraph, Returned
 
     activation = "softmax" if core.reads == "mask" else core.activation or info.activation
     kept = core.outputs[0].dims[0] if core.returns == "choices" else 0
@@ -367,7 +186,7 @@ def _graph(
         order += [names.index(ROW_OFFSET.name), *range(len(names), len(names) + 4)]
     for name in ("first_segment", "prompt_length"):
         order.append(names.index(name) if name in names else None)
-    text_core = find_text_core(model, info, core, folder, layout)
+    text_core = find_text_core(model, info, core, head, layout)
     return CoreGraph(text_core, returned, tuple(order))
 
 
@@ -417,24 +236,6 @@ def _axes(tensor: Tensor, *, packed: bool) -> list[int | str]:
     return [*tensor.dims] if packed and alone else ["rows", *tensor.dims]
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Suppress the exporter's messages while the context is open; errors are raised."""
-    previous = logging.root.manager.disable
-    # A failed export logs the whole graph as an error, and raises.
-    logging.disable(logging.ERROR)
-    try:
-        with (
-            warnings.catch_warnings(),
-            contextlib.redirect_stdout(io.StringIO()),
-            contextlib.redirect_stderr(io.StringIO()),
-        ):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(previous)
-
-
 def _declare(model: onnx.ModelProto, tensors: tuple[Tensor, ...], *, packed: bool) -> None:
     """Declare inputs and outputs as `tensors`, because Triton compares shapes and types exactly.
 
@@ -462,7 +263,7 @@ def _declare(model: onnx.ModelProto, tensors: tuple[Tensor, ...], *, packed: boo
 
 
 LIBRARIES = ("torch", "transformers", "onnx", "onnxscript", "tokenizers")
-CODE = ("core/export/*.py", "base/onnx_graph.py")
+CODE = ("core/export/*.py", "base/onnx_graph.py", "tasks/heads.py", "tasks/catalog/*.py")
 REFUSAL_FILE = "cannot_pack.txt"
 ATTENTION_FILE = "attention.txt"
 
@@ -541,6 +342,7 @@ def export_model(
             plan.core_inputs,
             packed=plan.packed,
             target=target,
+            head=plan.task.head,
         )
         try:
             if reason is None:

@@ -24,7 +24,7 @@ from triptych.base.tensors import TokenRow
 from triptych.core.export.own_graph import open_own_model
 from triptych.core.inputs import PipelineInputs
 from triptych.core.requests import GateRequest, Sample, core_feed, hash_rows, rows_of
-from triptych.models.info import Activation, ModelInfo
+from triptych.models.info import Activation, Loader, ModelInfo
 from triptych.models.source import CODE as MODEL_CODE
 from triptych.models.tokenizer import load_tokenizer
 from triptych.runtime.row_types import find_class
@@ -68,24 +68,25 @@ def reference_outputs(
     core: Core,
     samples: Sequence[Sample],
     *,
+    loader: Loader = "",
     double: bool = False,
     loaded: object = None,
 ) -> list[Expected]:
     """Return the core's expected outputs for each sample, in fp32, or in fp64 if `double`.
 
     Each row runs alone and unpadded, so other rows and padding have no effect. Pixel values
-    are written here a second time, independent of the exported code that they check. `loaded` is
-    the model of sentence-transformers in fp32 if it is loaded already.
+    are written here a second time, independent of the exported code that they check. `loader` is
+    that of the task; `loaded` is its model in fp32 if it is loaded already.
 
     Raises:
         UserError: The library cannot load the model, or run it.
     """
-    if core.reads == "pooled" or core.activation is not None:
+    if loader:
         if double or loaded is None:
-            loaded = load_as_user(folder, pairs=core.activation is not None)
+            loaded = load_as_user(folder, loader)
         run: Callable[..., list[Expected]] = partial(_sentence_outputs, loaded)
     else:
-        from triptych.core.export.to_onnx import load_model
+        from triptych.models.loading import load_model
 
         run = partial(_model_outputs, load_model(folder, core.auto_class), folder, info)
     if double:
@@ -207,20 +208,20 @@ def _activated(logits: Any, activation: Activation) -> Any:
     return logits.sigmoid() if activation == "sigmoid" else logits
 
 
-def load_as_user(folder: Path, *, pairs: bool) -> Any:
-    """Return ``CrossEncoder(folder)`` for pairs, else ``SentenceTransformer(folder)``, in fp32.
+def load_as_user(folder: Path, loader: Loader) -> Any:
+    """Return the model of a class of sentence-transformers: ``loader(folder)``, in fp32.
 
     Raises:
         UserError: sentence-transformers cannot load the model.
     """
+    import sentence_transformers
     import torch
-    from sentence_transformers import CrossEncoder, SentenceTransformer
 
-    from triptych.core.export.to_onnx import quiet
+    from triptych.models.loading import quiet
 
     try:
         with quiet():
-            return (CrossEncoder if pairs else SentenceTransformer)(
+            return getattr(sentence_transformers, loader)(
                 str(folder),
                 device="cpu",
                 local_files_only=True,
@@ -257,10 +258,11 @@ def _sentence_outputs(
             if row.prompt:
                 features[LENGTH] = row.prompt
             output = model(features)
-            if core.activation is not None:
+            if "scores" in output:  # of a CrossEncoder
                 result = model.activation_fn(output["scores"][0])
             else:
-                result = output["sentence_embedding"][0, : model.truncate_dim]
+                size = getattr(model, "truncate_dim", None)  # a SparseEncoder has none
+                result = output["sentence_embedding"][0, :size]
             expected.append((result.numpy(),))
     return expected
 
@@ -277,14 +279,14 @@ def check_tokens(inputs: PipelineInputs) -> Any:
     from tokenizers import normalizers
 
     from triptych.core.export.packing import takes
-    from triptych.core.export.to_onnx import model_class
+    from triptych.models.loading import model_class
 
     plan, model = inputs.plan, None
     if plan.info.image is not None or plan.info.own is not None:
         return None
     if plan.task.loader:
         library = "sentence-transformers"
-        model = load_as_user(inputs.model_folder, pairs=plan.core.activation is not None)
+        model = load_as_user(inputs.model_folder, plan.task.loader)
         _check_template(model, plan)
         if plan.encoder_spec.tokenizer.source == "file":
             made = load_tokenizer(inputs.model_folder, "file")
@@ -421,7 +423,7 @@ def _graph_outputs(
 
 
 FILE = "expected.npz"
-CODE = ("core/gate/reference.py", "core/export/to_onnx.py", "core/export/heads.py")
+CODE = ("core/gate/reference.py",)
 
 
 def reference_of(
@@ -449,7 +451,13 @@ def reference_of(
             return _graph_outputs(inputs, samples, double=double)
         folder = inputs.model_folder
         return reference_outputs(
-            folder, plan.info, plan.core, samples, double=double, loaded=loaded
+            folder,
+            plan.info,
+            plan.core,
+            samples,
+            loader=plan.task.loader,
+            double=double,
+            loaded=loaded,
         )
 
     if not keep:
@@ -457,6 +465,7 @@ def reference_of(
     key: dict[str, object] = {
         "facts": plan.info.of_core,
         "core": asdict(plan.core),
+        "loader": plan.task.loader,
         "rows": hash_rows(samples),
         "double": double,
         "versions": versions_of("torch", "transformers", "sentence-transformers"),

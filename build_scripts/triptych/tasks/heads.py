@@ -1,4 +1,4 @@
-"""Heads as torch modules: from token vectors to logits or vectors, and to the core's outputs.
+"""Heads as torch modules: from the vectors of tokens to logits or vectors.
 
 Shapes: B rows of a batch, N tokens (the padded length, or all tokens of a packed batch), H numbers
 per token, K results. R is B for padded rows, and 1 if the rows share one packed axis.
@@ -7,6 +7,7 @@ per token, K results. R is B for padded rows, and 1 if the rows share one packed
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -14,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from triptych.base.errors import UserError
-from triptych.core.export.model_checks import check_finite
-from triptych.models.info import Activation, Dense, LogitScore, ModelInfo, Normalize, Truncate
-from triptych.tasks.task import Returns
+from triptych.models.checks import check_finite
+from triptych.models.info import Dense, LogitScore, ModelInfo, Normalize, Truncate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -127,7 +127,7 @@ class _TokenLogit(nn.Module):
 
     def __init__(self, score: LogitScore, folder: Path) -> None:
         super().__init__()
-        from triptych.core.export.to_onnx import load_model
+        from triptych.models.loading import load_model
 
         head = load_model(folder, "AutoModelForCausalLM").get_output_embeddings()
         ids = [score.true_id] if score.false_id is None else [score.true_id, score.false_id]
@@ -224,6 +224,58 @@ class OwnHead(nn.Module):
         return weighted((rows.member & (rows.position == last)).to(hidden.dtype), hidden)
 
 
+class VocabularyHead(nn.Module):
+    """The head of a model of masked words, pooled to one number per row and word of the vocabulary.
+
+    The logits of all tokens for all words would need gigabytes. The words are therefore computed
+    in tiles, and each tile is pooled before the next one.
+
+    Args:
+        model: Model with its head.
+        pool: Function of the logits of a tile, FP32 ``[R, N, W]``, and the membership of the
+            tokens, which returns FP32 ``[B, W]``.
+        tile: Number of words in a tile.
+
+    Raises:
+        UserError: The model has no linear layer from vectors to words.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        pool: Callable[[Tensor, RowMembership], Tensor],
+        tile: int,
+    ) -> None:
+        super().__init__()
+        words = model.get_output_embeddings()
+        if not isinstance(words, nn.Linear):
+            raise UserError(
+                "model.source",
+                "must have a linear layer from vectors to the words of its vocabulary",
+                given=type(model).__name__,
+                remedy="Choose another model",
+            )
+        self.words = words
+        # A copy with the same weights, in which the layer before the words is the last one.
+        shared: dict[int, object] = {id(weight): weight for weight in model.parameters()}
+        shared |= {id(buffer): buffer for buffer in model.buffers()}
+        last = copy.deepcopy(model, {**shared, id(words): nn.Identity()})
+        self.before = OwnHead(last, "all", None)
+        self.pool = pool
+        self.tile = tile
+
+    def forward(self, hidden: Tensor, rows: RowMembership) -> Tensor:
+        """Return FP32 ``[B, vocabulary]`` for FP32 ``[R, N, H]``."""
+        read = self.before(hidden, rows)
+        weight, bias = self.words.weight, self.words.bias
+        tiles = []
+        for start in range(0, len(weight), self.tile):
+            part = slice(start, start + self.tile)
+            logits = nn.functional.linear(read, weight[part], None if bias is None else bias[part])
+            tiles.append(self.pool(logits, rows))
+        return torch.cat(tiles, dim=-1)
+
+
 class LogitsReader(nn.Module):
     """Selects what the task reads from the logits of a model that runs with its own head."""
 
@@ -290,58 +342,3 @@ def logits_of(output: ModelOutput) -> Tensor:
     if not isinstance(logits, Tensor):
         raise ValueError(f"{type(output).__name__} has no logits")
     return logits
-
-
-class Returned(nn.Module):
-    """Converts the head's results to the core's outputs."""
-
-    def __init__(
-        self, returns: Returns, activation: Activation, *, kept: int, flatten: bool
-    ) -> None:
-        super().__init__()
-        self.returns = returns
-        self.activation = activation
-        self.kept = kept
-        self.flatten = flatten
-
-    def forward(self, result: Tensor) -> tuple[Tensor, ...]:
-        """Return the core's outputs for vectors or logits, FP32 ``[B, K]`` or ``[R, N, K]``."""
-        if self.flatten:
-            result = result[0]
-        if self.returns in ("vector", "logits"):
-            return (result,)
-        if self.returns == "spans":
-            return result[..., 0], result[..., 1]
-        if self.returns == "token_scores":
-            return (result.softmax(-1),)
-        if self.returns == "token_choices":
-            best = result.argmax(-1)
-            return best.to(torch.int32), result.softmax(-1).amax(-1)
-        if self.activation == "softmax":
-            result = result.softmax(-1)
-        elif self.activation == "sigmoid":
-            result = result.sigmoid()
-        if self.returns == "scores":
-            return (result,)
-        top = torch.topk(result, self.kept, dim=-1, sorted=True)
-        return top.indices.to(torch.int32), top.values
-
-
-class CoreGraph(nn.Module):
-    """Module to export. Adapts the graph's input order to the arguments of `compute`.
-
-    An entry of `order` is None for an argument that the graph does not have.
-    """
-
-    def __init__(
-        self, compute: nn.Module, returned: Returned, order: tuple[int | None, ...]
-    ) -> None:
-        super().__init__()
-        self.compute = compute
-        self.returned = returned
-        self.order = order
-
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        arguments = [None if i is None else inputs[i] for i in self.order]
-        result: tuple[Tensor, ...] = self.returned(self.compute(*arguments))
-        return result
