@@ -24,7 +24,7 @@ from triptych.client.retry import Retry
 from triptych.client.server_info import StepStatistics
 from triptych.client.streams import AsyncGeneration, Generation
 from triptych.client.sync import Client
-from triptych.client.tasks import Answer, Choice, Entity, Ranked, TokenChoice
+from triptych.client.tasks import Answer, Choice, Entity, Ranked, SparseVector, TokenChoice
 from triptych.client.wire import PipelineConfig
 
 __all__ = [
@@ -53,6 +53,7 @@ __all__ = [
     "Retry",
     "Sampling",
     "ServerUnreachableError",
+    "SparseVector",
     "StepStatistics",
     "Tls",
     "TokenChoice",

@@ -88,6 +88,7 @@ class Client(PipelineClient):
     _finishing: Sequence[threading.Thread] = ()
 
     embed, embed_each = _blocking_task(tasks.embed)
+    embed_sparse, embed_sparse_each = _blocking_task(tasks.embed_sparse)
     classify, classify_each = _blocking_task(tasks.classify)
     classify_images, classify_images_each = _blocking_task(tasks.classify_images)
     classify_zero_shot, classify_zero_shot_each = _blocking_task(tasks.classify_zero_shot)

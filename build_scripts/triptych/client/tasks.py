@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
+import numpy as np
 from numpy.typing import NDArray
 
 from triptych.client.errors import InvalidRequestError, RowError
@@ -68,6 +69,18 @@ class Ranked(NamedTuple):
 
     index: int  # type: ignore[assignment]  # instead of the tuple's method
     score: float
+
+
+class SparseVector(NamedTuple):
+    """Terms of a text with their weights, the highest weight first.
+
+    Attributes:
+        indices: Index of each term in the model's vocabulary, int32 ``[terms]``.
+        values: Weight of each term, float32 ``[terms]``.
+    """
+
+    indices: NDArray[np.int32]
+    values: NDArray[np.float32]
 
 
 RowOutputs = dict[str, NDArray[Any]]
@@ -201,6 +214,37 @@ def embed(
         timeout_s,
         is_placeholder=none,
         has_one_output=encoding is None,
+    )
+
+
+def embed_sparse(
+    texts: Texts,
+    *,
+    max_active_dims: int | None = None,
+    threshold: float | None = None,
+    prompt: str | None = None,
+    timeout_s: float | None = None,
+) -> TaskCall[list[SparseVector], SparseVector]:
+    """Return the terms of each text with their weights, as `SparseEncoder` computes them.
+
+    A text has at most `max_active_dims` terms, each with a weight above `threshold`. `prompt` is as
+    in `embed`.
+
+    Returns:
+        For each text its terms, in the order of `texts`.
+    """
+
+    def read_row(_: int, outputs: RowOutputs) -> SparseVector:
+        terms = outputs["token_id"] >= 0  # rows with fewer terms than others end with -1
+        return SparseVector(outputs["token_id"][terms], outputs["weight"][terms])
+
+    return TaskCall(
+        {"text": texts},
+        _given(max_active_dims=max_active_dims, threshold=threshold, prompt=prompt),
+        ("token_id", "weight"),
+        _by_row(read_row),
+        read_row,
+        timeout_s,
     )
 
 

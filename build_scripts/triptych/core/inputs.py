@@ -243,7 +243,14 @@ def read_model_of(
     """Return information about the model in a folder, and its tokenizer, as a pipeline reads it."""
     images = any(tensor.content == "image" for tensor in task.inputs)
     source = spec.tokenizer.source
-    return read_model(folder, progress, for_images=images, loader=task.loader, tokenizer=source)
+    return read_model(
+        folder,
+        progress,
+        for_images=images,
+        loader=task.loader,
+        modules=task.modules,
+        tokenizer=source,
+    )
 
 
 def read_inputs(spec: PipelineSpec, progress: Progress) -> PipelineInputs:

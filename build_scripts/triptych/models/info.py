@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from triptych.base.tensors import Tensor
 
 Activation = Literal["softmax", "sigmoid", "none"]
-Loader = Literal["SentenceTransformer", "CrossEncoder", ""]
+Loader = Literal["SentenceTransformer", "CrossEncoder", "SparseEncoder", ""]
 Resize = Literal["none", "exact", "shorter"]
 
 
@@ -156,6 +156,8 @@ class ModelInfo:
             normalization. Special tokens are found before it.
         pooling: Poolings of token vectors, concatenated in this order.
         head: Modules after pooling, in order.
+        modules: Settings of the modules that the head of a task computes itself, by class name.
+        max_active_dims: Largest number of terms of a sparse vector; None for no limit.
         include_prompt: Whether the tokens of a prompt are pooled.
         prompts: Text put before each input by name of the prompt.
         default_prompt: Name of the prompt for requests that name none; None for no prompt.
@@ -191,6 +193,8 @@ class ModelInfo:
     lowercase: bool = False
     pooling: tuple[str, ...] = ("mean",)
     head: tuple[Dense | Normalize | Truncate | LogitScore, ...] = ()
+    modules: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    max_active_dims: int | None = None
     include_prompt: bool = True
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
@@ -219,7 +223,8 @@ class ModelInfo:
         """Fields that affect the core, as plain data, without prompts and estimates of cost."""
         aside = {"prompts", "default_prompt", "free_prompt", "special_ids", "pair_template"}
         aside |= {"layers", "heads", "intermediate_size", "library_length", "entailment"}
-        aside |= {"padding_side"} | ({"own"} if self.own is None else set())
+        aside |= {"padding_side", "max_active_dims"} | ({"own"} if self.own is None else set())
+        aside |= set() if self.modules else {"modules"}
         return {key: value for key, value in asdict(self).items() if key not in aside}
 
     @property

@@ -18,9 +18,9 @@ from triptych.models.text import Module, SentenceConfig, read_json, read_module_
 CONFIG = "config_sentence_transformers.json"
 OTHER_CLASSES = {
     "MultiVectorEncoder": "a model with a vector for each token (ColBERT)",
-    "SparseEncoder": "a model of sparse vectors over the vocabulary (SPLADE)",
+    "SparseEncoder": "a model of sparse vectors over the vocabulary (task sparse-embedding)",
 }
-"""Classes of sentence-transformers whose models are not served, with the meaning."""
+"""Classes of sentence-transformers whose models no other class can load, with the meaning."""
 USUAL_PROMPTS = ("query", "document")
 """Prompts that a SentenceTransformer always has, empty unless its files give them."""
 
@@ -95,7 +95,7 @@ def read_saved(folder: Path, loader: Loader) -> Saved:
         return Saved()
     sentence: SentenceConfig = read_json(folder / CONFIG, default={})
     saved_by = sentence.get("model_type", "SentenceTransformer")
-    if saved_by in OTHER_CLASSES:
+    if saved_by in OTHER_CLASSES and saved_by != loader:
         raise UserError(
             f"model_type in {CONFIG}",
             f"must be {loader}",
@@ -105,7 +105,7 @@ def read_saved(folder: Path, loader: Loader) -> Saved:
     if saved_by != loader:
         return Saved()
     modules = tuple(read_module_list(folder))
-    return Saved(modules, sentence, read_transformer_settings(folder))
+    return Saved(modules, sentence, read_transformer_settings(folder, loader))
 
 
 def read_prompts(sentence: SentenceConfig, loader: Loader) -> tuple[dict[str, str], str | None]:
@@ -138,7 +138,9 @@ def read_prompts(sentence: SentenceConfig, loader: Loader) -> tuple[dict[str, st
     return prompts, default
 
 
-def read_transformer_settings(folder: Path) -> TransformerSettings:
+def read_transformer_settings(
+    folder: Path, loader: Loader = "SentenceTransformer"
+) -> TransformerSettings:
     """Return the settings of the Transformer module in a folder with ``modules.json``.
 
     Raises:
@@ -149,6 +151,8 @@ def read_transformer_settings(folder: Path) -> TransformerSettings:
     settings = {FORMER_NAMES.get(key, key): value for key, value in given.items()}
     for key, value in _flat(settings):
         if value in (None, False, {}, []) or key in WITHOUT_EFFECT or _is_plain(key, value):
+            continue
+        if loader == "SparseEncoder" and (key, value) == ("transformer_task", "fill-mask"):
             continue
         raise UserError(
             f"{key} in {name}",

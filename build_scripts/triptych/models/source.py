@@ -10,7 +10,7 @@ import hashlib
 import importlib.util
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ from triptych.models.text import (
     read_modules,
     read_pair_template,
     read_relevance,
+    read_settings_of,
 )
 from triptych.models.tokenizer import has_vocabulary, load_tokenizer, write_tokenizers
 
@@ -300,6 +301,7 @@ def read_model_info(
     *,
     for_images: bool = True,
     loader: Loader = "SentenceTransformer",
+    modules: Collection[str] = (),
     tokenizer: TokenizerSource | None = None,
 ) -> ModelInfo:
     """Read information about the model from the files in `folder`.
@@ -310,6 +312,7 @@ def read_model_info(
         for_images: Whether a ``preprocessor_config.json`` is read; False for tasks that read texts,
             where it is that of another part of the model.
         loader: Class of sentence-transformers that loads the model for the reference.
+        modules: Modules of sentence-transformers that the head of the task computes itself.
         tokenizer: Origin of the tokenizer, by default the class.
 
     Raises:
@@ -321,7 +324,7 @@ def read_model_info(
     if is_pairs:
         check_cross_encoder(folder, saved.modules)
     pooling, include_prompt, head = read_modules(
-        folder, () if is_pairs else saved.modules, config, saved.sentence
+        folder, () if is_pairs else saved.modules, config, saved.sentence, modules
     )
     prompts, default_prompt = read_prompts(saved.sentence, loader)
     labels = read_labels(config)
@@ -354,6 +357,8 @@ def read_model_info(
         lowercase=saved.transformer.lowercase and not texts.lowercase,
         pooling=pooling,
         head=head,
+        modules=read_settings_of(folder, saved.modules, modules),
+        max_active_dims=saved.sentence.get("max_active_dims"),
         include_prompt=include_prompt,
         prompts=prompts,
         default_prompt=default_prompt,
@@ -537,11 +542,12 @@ def read_model(
     *,
     for_images: bool,
     loader: Loader,
+    modules: Collection[str] = (),
     tokenizer: TokenizerSource | None = None,
 ) -> tuple[ModelInfo, Path | None]:
     """Return the information about the model in `folder` and the cached ``tokenizer.json``.
 
-    An image model has no tokenizer. The last three arguments are those of `read_model_info`.
+    An image model has no tokenizer. The last four arguments are those of `read_model_info`.
 
     Raises:
         UserError: A setting that affects results is not supported, or there is no fast tokenizer.
@@ -551,6 +557,7 @@ def read_model(
         "model": sha256,
         "for_images": for_images,
         "loader": loader,
+        "modules": list(modules),
         "tokenizer": tokenizer,
         "versions": versions_of("transformers", "tokenizers"),
         "code": code_hash(*CODE),
@@ -558,7 +565,12 @@ def read_model(
 
     def work(target: Path) -> None:
         info = read_model_info(
-            folder, sha256, for_images=for_images, loader=loader, tokenizer=tokenizer
+            folder,
+            sha256,
+            for_images=for_images,
+            loader=loader,
+            modules=modules,
+            tokenizer=tokenizer,
         )
         (target / "facts.json").write_text(json.dumps(asdict(info)), encoding="utf-8")
         if info.image is None:

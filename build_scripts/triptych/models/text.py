@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -52,6 +52,7 @@ class SentenceConfig(TypedDict, total=False):
     prompts: Mapping[str, str] | None
     default_prompt_name: str | None
     truncate_dim: int | None
+    max_active_dims: int | None
 
 
 def read_labels(config: ModelConfig) -> tuple[str, ...]:
@@ -160,12 +161,17 @@ class _DenseConfig(TypedDict, total=False):
 
 
 def read_modules(
-    folder: Path, modules: Sequence[Module], config: ModelConfig, sentence: SentenceConfig
+    folder: Path,
+    modules: Sequence[Module],
+    config: ModelConfig,
+    sentence: SentenceConfig,
+    of_task: Collection[str] = (),
 ) -> tuple[tuple[str, ...], bool, tuple[Dense | Normalize | Truncate, ...]]:
     """Return pooling modes, whether prompts are pooled, and modules after pooling.
 
     As in sentence-transformers, a model without modules is not normalized, and pooled by the last
-    token if it generates text from left to right, else by the mean.
+    token if it generates text from left to right, else by the mean. The modules `of_task` are left
+    out, because the head of the task computes them.
 
     Raises:
         UserError: A module, or a setting of one, affects results and is not supported.
@@ -182,7 +188,8 @@ def read_modules(
         on_vectors = all(settings.get(name) in (None, SENTENCE) for name in named)
         on_vectors = on_vectors and not settings.get("use_residual")
         is_first = kind == "Transformer" and index == 0 and not module["path"]
-        if is_first or kind == "Dropout":  # no effect at inference
+        is_pooled |= kind in of_task
+        if is_first or kind == "Dropout" or kind in of_task:  # Dropout only acts in training
             continue
         if kind == "Pooling":
             pooling = _pooling(settings, path)
@@ -215,14 +222,25 @@ def read_modules(
 _OTHER_MODULES = {
     "Asym": "a different model for queries and for passages",
     "CLIPModel": "a model of images and texts (CLIP)",
-    "MLMTransformer": "a sparse vector over the vocabulary (SPLADE)",
+    "MLMTransformer": "a sparse vector over the vocabulary (task sparse-embedding)",
     "MultiVectorMask": "a vector for each token (ColBERT)",
     "Router": "a different model for queries and for passages",
     "SparseStaticEmbedding": "a weight for each token, without a transformer",
-    "SpladePooling": "a sparse vector over the vocabulary (SPLADE)",
+    "SpladePooling": "a sparse vector over the vocabulary (task sparse-embedding)",
     "StaticEmbedding": "a table of token vectors, without a transformer",
 }
 """Results of the modules of sentence-transformers that are not served."""
+
+
+def read_settings_of(
+    folder: Path, modules: Sequence[Module], kinds: Collection[str]
+) -> dict[str, dict[str, Any]]:
+    """Return the settings of the modules of some classes, by the name of the class."""
+    return {
+        _kind(module): read_json(folder / module["path"] / "config.json", default={})
+        for module in modules
+        if _kind(module) in kinds
+    }
 
 
 def read_module_list(folder: Path) -> list[Module]:

@@ -1,0 +1,153 @@
+"""Task `sparse-embedding`: weights of the terms of a text, as `SparseEncoder` computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from triptych.base.errors import UserError
+from triptych.base.tensors import Tensor
+from triptych.models.info import ModelInfo
+from triptych.tasks.compare import Comparison, Floats, Outputs, finite, numbers
+from triptych.tasks.metric import Metric
+from triptych.tasks.metrics_vectors import (
+    COSINES,
+    NEIGHBORS,
+    SIMILARITY_RANK_CORRELATION,
+    compare_vectors,
+)
+from triptych.tasks.prompts import prompt_rule, prompt_settings
+from triptych.tasks.task import TEXT, Core, HeadContext, Parameters, Rule, Task, View
+
+if TYPE_CHECKING:
+    from torch import Tensor as TorchTensor
+    from torch import nn
+
+POOLING = "SpladePooling"
+MAX_TERMS = 1024
+"""Maximum number of terms that the core returns for a text."""
+
+TILE = 2048
+"""Terms whose logits are computed together: 32 rows of 256 tokens then need 64 MiB."""
+
+_TERM_OVERLAP = Metric(
+    "term_overlap",
+    "higher",
+    "lowest share of the reference's weight on terms that are returned, too",
+    limits=(0.9999, 0.999, 0.97),
+    probe=(0.998, 0.9),
+)
+_PRODUCT_ERROR = Metric(
+    "product_error",
+    "lower",
+    "largest error of a dot product of two texts, relative to the product of their lengths",
+    limits=(1e-5, 2e-3, 0.05),
+    probe=(5e-3, 0.2),
+)
+
+
+def _head(context: HeadContext) -> nn.Module:
+    import torch
+    from torch.nn import functional
+
+    from triptych.tasks.heads import RowMembership, VocabularyHead, weighted
+
+    settings = context.info.modules.get(POOLING, {})
+    is_sum = settings.get("pooling_strategy") == "sum"
+    is_twice = settings.get("activation_function") == "log1p_relu"
+
+    def weights(logits: TorchTensor) -> TorchTensor:
+        once = functional.relu(logits).log1p()
+        return once.log1p() if is_twice else once
+
+    def pooled(logits: TorchTensor, rows: RowMembership) -> TorchTensor:
+        """Return the weight of each term of a tile, ``[B, TILE]`` for ``[R, N, TILE]``."""
+        if is_sum:
+            return weighted(rows.member.to(logits.dtype), weights(logits))
+        # The largest weight is that of the largest logit: the function increases.
+        return weights(torch.where(rows.member[:, :, None], logits, 0.0).amax(dim=1))
+
+    return VocabularyHead(context.model, pooled, TILE)
+
+
+def _core(info: ModelInfo, parameters: Parameters) -> Core:
+    kept = min(info.vocabulary or MAX_TERMS, MAX_TERMS)
+    outputs = (Tensor("term_id", "INT32", (kept,)), Tensor("term_weight", "FP32", (kept,)))
+    return Core("AutoModelForMaskedLM", "pooled", "choices", outputs, activation="none")
+
+
+def _check(info: ModelInfo) -> None:
+    if info.head or info.pooling != ("mean",):
+        raise UserError(
+            "model.source",
+            f"must be a model of masked words with {POOLING} alone (modules.json)",
+            given=f"{info.architecture} with other modules",
+            remedy="Choose a SPLADE model, or task text-embedding",
+        )
+
+
+def compare_sparse(
+    got: Sequence[Outputs], wanted: Sequence[Outputs], queries: Sequence[str]
+) -> Comparison:
+    """Return the metrics of sparse embeddings, as of vectors of all terms that a text has.
+
+    Badness is one minus the cosine.
+    """
+    ids = np.unique(np.concatenate([numbers(row, "token_id") for row in (*got, *wanted)]))
+    some, others = ([_dense(row, ids) for row in rows] for rows in (got, wanted))
+    result = compare_vectors(
+        [{"embedding": row} for row in some], [{"embedding": row} for row in others], queries
+    )
+    overlaps, lengths = [], np.linalg.norm(others, axis=1)
+    for row, other in zip(some, others, strict=True):
+        total = other.sum()
+        kept = other[row > 0].sum() if finite(row) else 0.0
+        overlaps.append(kept / total if total else 1.0)
+    with np.errstate(invalid="ignore"):
+        off = np.abs(np.stack(some) @ np.stack(some).T - np.stack(others) @ np.stack(others).T)
+    error = (off / np.maximum(np.outer(lengths, lengths), 1e-9)).max()
+    values = {
+        **result.values,
+        _TERM_OVERLAP.name: float(min(overlaps)),
+        _PRODUCT_ERROR.name: float(error) if np.isfinite(error) else np.inf,
+    }
+    return Comparison(values, result.badness)
+
+
+def _dense(outputs: Outputs, ids: Floats) -> Floats:
+    """Return a weight for each of `ids`, which are in order."""
+    row = np.zeros(len(ids))
+    row[np.searchsorted(ids, numbers(outputs, "token_id"))] = numbers(outputs, "weight")
+    return row
+
+
+def _parameters(info: ModelInfo) -> Mapping[str, Rule]:
+    most = min(info.vocabulary or MAX_TERMS, MAX_TERMS)
+    usual = min(info.max_active_dims or most, most)
+    rules = {
+        "max_active_dims": Rule("int", default=usual, min=1, max=most),
+        "threshold": Rule("float", default=0.0, min=0.0),
+    }
+    return {**rules, **prompt_rule(info)}
+
+
+TASK = Task(
+    name="sparse-embedding",
+    loader="SparseEncoder",
+    modules=(POOLING, "MLMTransformer"),
+    inputs=(TEXT,),
+    outputs=(Tensor("token_id", "INT32", ("terms",)), Tensor("weight", "FP32", ("terms",))),
+    rows="rows_text.PlainTextRowMaker",
+    decode="decode_sparse.SparseDecoder",
+    core=_core,
+    head=_head,
+    metrics=(*COSINES, *NEIGHBORS, SIMILARITY_RANK_CORRELATION, _TERM_OVERLAP, _PRODUCT_ERROR),
+    compare_outputs=compare_sparse,
+    labeled=None,
+    parameters=_parameters,
+    settings=prompt_settings,
+    view=View("outputs"),
+    check=_check,
+)
