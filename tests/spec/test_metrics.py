@@ -287,8 +287,13 @@ LINES: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "reranking": ({"text": "q", "text_pair": "p", "relevant": 1}, True),
     "text-embedding": ({"text": "a", "text_pair": "b", "score": 3}, 3.0),
+    "sparse-embedding": ({"text": "a", "text_pair": "b", "score": 3}, 3.0),
 }
-OTHERS: dict[str, dict[str, Any]] = {"reranking": {"relevant": 0}, "text-embedding": {"score": 1}}
+OTHERS: dict[str, dict[str, Any]] = {
+    "reranking": {"relevant": 0},
+    "text-embedding": {"score": 1},
+    "sparse-embedding": {"score": 1},
+}
 
 
 def write(path: Path, *rows: object) -> Path:
@@ -307,7 +312,7 @@ def test_rows_are_read_with_their_truth(tmp_path: Path) -> None:
         first, second = read(write(path, line, other), task)
         assert (first.line, first.truth, first.parameters) == (1, truth, {}), task
         assert (second.line, second.parameters) == (2, {"top_k": 2}), task
-        pair = ({"text": "b"},) if task == "text-embedding" else ()
+        pair = ({"text": "b"},) if task.endswith("-embedding") else ()
         inputs = {name: line[name] for name in FIELDS.get(task, ("text",))}
         assert first.requests == (inputs, *pair), task
     # Blank lines count, a question may have no answer.

@@ -113,7 +113,7 @@ MISTAKES: list[tuple[dict[str, object], str]] = [
     (only("Router"), "a different model for queries and for passages"),
     (only("StaticEmbedding"), "a table of token vectors"),
     (only("CLIPModel"), "a model of images and texts (CLIP)"),
-    (only("MLMTransformer"), "SPLADE"),
+    (only("MLMTransformer"), "task sparse-embedding"),
     (
         {
             "modules.json": [TRANSFORMER, DENSE],
@@ -126,7 +126,10 @@ MISTAKES: list[tuple[dict[str, object], str]] = [
         "its result is added to its input (use_residual)",
     ),
     ({"modules.json": [{**TRANSFORMER, "path": "0_BERT"}]}, "its files are in the folder 0_BERT"),
-    (saved_by("SparseEncoder"), "a model of sparse vectors over the vocabulary (SPLADE)"),
+    (
+        saved_by("SparseEncoder"),
+        "a model of sparse vectors over the vocabulary (task sparse-embedding)",
+    ),
     (saved_by("MultiVectorEncoder"), "a model with a vector for each token (ColBERT)"),
     ({"modules.json": [TRANSFORMER], SENTENCE: {"prompts": {"a": 3}}}, "text for each name"),
     ({"modules.json": [TRANSFORMER], SENTENCE: {"prompts": ["a"]}}, "text for each name"),

@@ -1,7 +1,7 @@
 """Decoded outputs of one request each, as the ensemble of each task returns them."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,11 @@ def relevance(score: float) -> Decoded:
     return {"score": floats(score)}
 
 
+def terms(weights: Mapping[int, float]) -> Decoded:
+    ids = np.array([list(weights)], np.int32)
+    return {"token_id": ids, "weight": floats(*weights.values())}
+
+
 def vectors(rows: NDArray[Any]) -> list[Decoded]:
     return [vector(*row) for row in rows]
 
@@ -62,6 +67,7 @@ def relevances(scores: Sequence[float]) -> list[Decoded]:
 
 EXAMPLES: dict[str, list[Decoded]] = {
     "text-embedding": [vector(1, 0, 0), vector(0.6, 0.8, 0), vector(0, 0.6, 0.8), vector(0, 0, 1)],
+    "sparse-embedding": [terms({2: 1.5, 7: 0.5}), terms({7: 2.0, 0: 1.0}), terms({4: 1.0, 2: 0.5})],
     "text-classification": [labels(("a", 0.9)), labels(("b", 0.6), ("a", 0.4)), labels(("a", 0.5))],
     "zero-shot-classification": [labels(("a", 0.5), ("b", 0.5)), labels(("x", 0.7), ("y", 0.3))],
     "image-classification": [labels(("cat", 0.9), ("dog", 0.1)), labels(("dog", 1.0))],
@@ -79,6 +85,16 @@ PERFECT = {
         "mean_neighbor_loss": 0.0,
         "max_neighbor_loss": 0.0,
         "similarity_rank_correlation": 1.0,
+    },
+    "sparse-embedding": {
+        "min_cosine": 1.0,
+        "mean_cosine": 1.0,
+        "nearest_neighbor_agreement": 1.0,
+        "mean_neighbor_loss": 0.0,
+        "max_neighbor_loss": 0.0,
+        "similarity_rank_correlation": 1.0,
+        "term_overlap": 1.0,
+        "product_error": 0.0,
     },
     "token-classification": {"entity_f1": 1.0},
     "question-answering": {"exact_match": 1.0, "answer_f1": 1.0},

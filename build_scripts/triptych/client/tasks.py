@@ -235,7 +235,7 @@ def embed_sparse(
     """
 
     def read_row(_: int, outputs: RowOutputs) -> SparseVector:
-        terms = outputs["token_id"] >= 0  # rows with fewer terms than others end with -1
+        terms = outputs["weight"] != 0  # rows with fewer terms than others end with 0
         return SparseVector(outputs["token_id"][terms], outputs["weight"][terms])
 
     return TaskCall(

@@ -8,9 +8,6 @@ import numpy as np
 
 from .row_types import Arrays, Metadata, Parameters
 
-NO_TERM = -1
-"""Id behind the last term of a row that has fewer terms than another row of its request."""
-
 
 class SparseDecoder:
     """``term_id`` INT32 and ``term_weight`` FP32 ``[n, K]`` to ``token_id`` and ``weight``."""
@@ -23,7 +20,7 @@ class SparseDecoder:
 
         Returns:
             ``token_id`` INT32 and ``weight`` FP32 ``[n, terms]``, where terms is that of the row
-            with the most, and at least 1. Shorter rows end with the id -1 and the weight 0.
+            with the most, and at least 1. Shorter rows end with the id 0 and the weight 0.
         """
         most = parameters["max_active_dims"]
         ids, weights = outputs["term_id"][:, :most], outputs["term_weight"][:, :most]
@@ -31,6 +28,6 @@ class SparseDecoder:
         width = max(1, int(is_active.sum(axis=1).max(initial=0)))
         is_active = is_active[:, :width]
         return {
-            "token_id": np.where(is_active, ids[:, :width], np.int32(NO_TERM)),
+            "token_id": np.where(is_active, ids[:, :width], np.int32(0)),
             "weight": np.where(is_active, weights[:, :width], np.float32(0)),
         }

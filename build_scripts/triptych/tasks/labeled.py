@@ -409,11 +409,18 @@ def _score(outputs: Outputs) -> float:
     return float(scores[0]) if len(scores) == 1 and np.isfinite(scores[0]) else -np.inf
 
 
-def _similarity(rows: Sequence[LabeledRow], outputs: Sequence[Outputs]) -> tuple[Statistic, int]:
-    """Return Spearman's correlation of the cosine of two texts with the truth."""
-    cosines = similarity(outputs[::2], outputs[1::2])
-    truth: Floats = np.array([row.truth for row in rows], dtype=np.float64)
-    return rank_correlation(cosines, truth), len(rows)
+def similarity_correlation(
+    similarity: Callable[[Sequence[Outputs], Sequence[Outputs]], Floats],
+) -> LabeledMetric:
+    """Return the measure of the similarity of two texts: Spearman's correlation with the truth."""
+
+    def correlation(
+        rows: Sequence[LabeledRow], outputs: Sequence[Outputs]
+    ) -> tuple[Statistic, int]:
+        truth: Floats = np.array([row.truth for row in rows], dtype=np.float64)
+        return rank_correlation(similarity(outputs[::2], outputs[1::2]), truth), len(rows)
+
+    return LabeledMetric("similarity_correlation", correlation, SIMILARITY)
 
 
 LABEL_ACCURACY = LabeledMetric("accuracy", _accuracy("label"), LABEL)
@@ -421,7 +428,7 @@ TOKEN_ACCURACY = LabeledMetric("accuracy", _accuracy("token"), TOKEN)
 ENTITY_F1 = LabeledMetric("entity_f1", _entity_f1, ENTITIES)
 ANSWER_F1 = LabeledMetric("answer_f1", _answer_f1, ANSWERS)
 RECIPROCAL_RANK = LabeledMetric("mean_reciprocal_rank", _reciprocal_rank, RELEVANCE)
-SIMILARITY_CORRELATION = LabeledMetric("similarity_correlation", _similarity, SIMILARITY)
+SIMILARITY_CORRELATION = similarity_correlation(similarity)
 
 
 def describe_labeled(result: LabeledResult) -> str:

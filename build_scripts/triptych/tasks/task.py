@@ -77,7 +77,7 @@ class Core:
 
 
 class HeadContext(NamedTuple):
-    """What the head of a task is made from.
+    """Model that the head of a task belongs to.
 
     Attributes:
         model: Model, as `Core.auto_class` loads it.

@@ -11,6 +11,7 @@ from triptych.base.errors import UserError
 from triptych.base.tensors import Tensor
 from triptych.models.info import ModelInfo
 from triptych.tasks.compare import Comparison, Floats, Outputs, finite, numbers
+from triptych.tasks.labeled import similarity_correlation
 from triptych.tasks.metric import Metric
 from triptych.tasks.metrics_vectors import (
     COSINES,
@@ -117,10 +118,21 @@ def compare_sparse(
 
 
 def _dense(outputs: Outputs, ids: Floats) -> Floats:
-    """Return a weight for each of `ids`, which are in order."""
-    row = np.zeros(len(ids))
-    row[np.searchsorted(ids, numbers(outputs, "token_id"))] = numbers(outputs, "weight")
+    """Return a weight for each of `ids`, which are in order; NaN if the outputs are missing."""
+    if "weight" not in outputs:
+        return np.full(len(ids), np.nan)
+    row, weights = np.zeros(len(ids)), numbers(outputs, "weight")
+    terms = weights != 0  # a row with fewer terms than others ends with zeros
+    row[np.searchsorted(ids, numbers(outputs, "token_id")[terms])] = weights[terms]
     return row
+
+
+def _products(outputs: Sequence[Outputs], others: Sequence[Outputs]) -> Floats:
+    """Return the dot product of the vectors of each two requests; -inf if it is not finite."""
+    ids = np.unique(np.concatenate([numbers(row, "token_id") for row in (*outputs, *others)]))
+    pairs = zip(outputs, others, strict=True)
+    products = np.array([_dense(row, ids) @ _dense(other, ids) for row, other in pairs])
+    return np.where(np.isfinite(products), products, -np.inf)
 
 
 def _parameters(info: ModelInfo) -> Mapping[str, Rule]:
@@ -145,7 +157,7 @@ TASK = Task(
     head=_head,
     metrics=(*COSINES, *NEIGHBORS, SIMILARITY_RANK_CORRELATION, _TERM_OVERLAP, _PRODUCT_ERROR),
     compare_outputs=compare_sparse,
-    labeled=None,
+    labeled=similarity_correlation(_products),
     parameters=_parameters,
     settings=prompt_settings,
     view=View("outputs"),

@@ -1,0 +1,232 @@
+"""Sparse embeddings on a real tritonserver: equal to `SparseEncoder` of sentence-transformers."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conftest import build_into, quiet, traffic_texts
+from mistakes import check_refused
+from served_models import MASKS, MODERN, OFFSET, ROBERTA, UNIGRAM, Served, save
+from task_models import masked_model
+from triptych.client import AsyncClient, Client, InvalidRequestError, SparseVector
+from triptych.core.inputs import read_inputs
+from triptych.models.source import read_model_info
+from triptych.serving.server import Server
+from triptych.spec.spec import load_spec
+from triptych.tasks.catalog import find_task
+from triptych.tasks.catalog.sparse_embedding import MAX_TERMS, TILE
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.filterwarnings("ignore:Tokenizer does not support real words:UserWarning"),
+]
+TEXTS = [*traffic_texts()[:12], "x", "漢字かな交じり文 and 🙂", "word " * 300, "  two  spaces "]
+KINDS: dict[str, tuple[Served | None, dict[str, str], str]] = {
+    # Its vocabulary has 15 tiles.
+    "bert": (None, {}, "packed"),
+    "modern": (
+        Served(MASKS, "modernbert", "PreTrainedTokenizerFast", MODERN),
+        {"activation_function": "log1p_relu"},
+        "packed",
+    ),
+    "distil": (
+        Served(
+            MASKS, "distilbert", "BertTokenizer",
+            {"dim": 32, "n_layers": 1, "n_heads": 2, "hidden_dim": 64},
+        ),
+        {"pooling_strategy": "sum"},
+        "bucketed",
+    ),
+    "xlm": (Served(MASKS, "xlm-roberta", UNIGRAM, ROBERTA), {"pooling_strategy": "sum"}, "packed"),
+    "mpnet": (Served(MASKS, "mpnet", "MPNetTokenizer", OFFSET), {}, "bucketed"),
+}  # fmt: skip
+"""Masked model, settings of SpladePooling, and layout."""
+EVERYDAY = ("bert", "distil")
+
+
+def write_model(name: str, folder: Path, minilm: Path) -> Path:
+    """Write a random SPLADE model of which few terms are active."""
+    import torch
+    from sentence_transformers import SparseEncoder
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.sparse_encoder.modules import SpladePooling
+    from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+    served, settings, _ = KINDS[name]
+    plain = folder / "masked"
+    if served is None:
+        masked_model(plain, minilm, traffic_texts())
+    else:
+        save(served, plain)
+    model = AutoModelForMaskedLM.from_pretrained(plain)
+    tokenizer = AutoTokenizer.from_pretrained(plain)
+    words = model.get_output_embeddings()
+    encoded = [tokenizer(text, return_tensors="pt", truncation=True) for text in TEXTS]
+    with torch.no_grad():
+        largest = torch.stack([model(**each).logits[0].amax(0) for each in encoded])
+        active = 200 / max(largest.shape[1], 1500)
+        # Cut short: processors add up in other orders.
+        scale = (2.0 / largest.std()).bfloat16()
+        words.weight.mul_(scale)
+        words.bias.fill_(
+            -(scale * largest)
+            .flatten()
+            .kthvalue(int((1 - active) * largest.numel()))
+            .values.bfloat16()
+        )
+    model.save_pretrained(plain)
+    modules = [Transformer(str(plain), transformer_task="fill-mask"), SpladePooling(**settings)]
+    SparseEncoder(modules=modules, device="cpu").save(str(folder / "splade"))
+    return folder / "splade"
+
+
+def write_pipeline(folder: Path, model: Path, **fields: Any) -> Path:
+    folder.mkdir(parents=True)
+    spec = {"task": "sparse-embedding", "model": {"source": str(model)}, **fields}
+    (folder / "pipeline.yaml").write_text(json.dumps(spec), encoding="utf-8")
+    lines = [json.dumps({"text": text}) for text in TEXTS]
+    (folder / "traffic.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    return folder
+
+
+def each_of() -> pytest.MarkDecorator:
+    marks = [
+        pytest.param(name, marks=() if name in EVERYDAY else pytest.mark.long) for name in KINDS
+    ]
+    return pytest.mark.parametrize("name", marks)
+
+
+@pytest.fixture(scope="module")
+def models(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path
+) -> dict[str, Path]:
+    """Folder of each model that a selected test needs."""
+    chosen = {
+        item.callspec.params.get("name")
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == request.path
+        if hasattr(item, "callspec")
+    }
+    base = tmp_path_factory.mktemp("models")
+    return {
+        name: write_model(name, base / name, minilm_folder)
+        for name in KINDS
+        if name in chosen or name == EVERYDAY[0]
+    }
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Iterator[Server]:
+    base = tmp_path_factory.mktemp("sparse")
+    for name, model in models.items():
+        fields = {"core": {"layout": KINDS[name][2]}}
+        built = build_into(
+            write_pipeline(base / "pipelines" / name, model, **fields), base / "repository"
+        )
+        assert built.gate.passed
+    with Server(base / "repository") as server:
+        yield server
+
+
+def reference_of(model: Path, **options: Any) -> np.ndarray[Any, Any]:
+    """Return the weights that the library gives each text for all terms, FP32."""
+    from sentence_transformers import SparseEncoder
+
+    encoder = SparseEncoder(str(model), device="cpu")
+    rows = [
+        encoder.encode([text], convert_to_sparse_tensor=False, **options)[0].numpy()
+        for text in TEXTS
+    ]
+    return np.stack(rows)
+
+
+def dense(vectors: list[SparseVector], size: int) -> np.ndarray[Any, Any]:
+    rows = np.zeros((len(vectors), size), np.float32)
+    for row, vector in zip(rows, vectors, strict=True):
+        assert len(set(vector.indices.tolist())) == len(vector.indices)
+        assert (np.diff(vector.values) <= 0).all()
+        assert (vector.values > 0).all()
+        row[vector.indices] = vector.values
+    return rows
+
+
+@each_of()
+def test_vectors_are_those_of_the_library(
+    server: Server, models: dict[str, Path], name: str
+) -> None:
+    wanted = reference_of(models[name])
+    assert (wanted > 0).sum(1).min() > 0
+    assert (wanted > 0).sum(1).max() <= MAX_TERMS
+    assert (name == "bert") == (wanted.shape[1] > TILE)
+    scale = max(1.0, float(wanted.max()))
+    with Client(name, url=server.grpc_url) as client:
+        together = dense(client.embed_sparse(TEXTS), wanted.shape[1])
+        alone = dense([client.embed_sparse([text])[0] for text in TEXTS], wanted.shape[1])
+    assert np.abs(together - wanted).max() < 1e-5 * scale
+    assert np.abs(alone - wanted).max() < 1e-5 * scale
+
+
+@pytest.mark.parametrize("name", EVERYDAY[:1])
+def test_parameters_choose_the_terms(server: Server, models: dict[str, Path], name: str) -> None:
+    wanted = reference_of(models[name], max_active_dims=7)
+    every = reference_of(models[name])
+    with Client(name, url=server.grpc_url) as client:
+        few = client.embed_sparse(TEXTS, max_active_dims=7)
+        assert np.abs(dense(few, wanted.shape[1]) - wanted).max() < 1e-4
+        above = client.embed_sparse(TEXTS, threshold=0.5)
+        assert [len(row.indices) for row in above] == (every > 0.5).sum(1).tolist()
+        none = client.embed_sparse(TEXTS[:2], threshold=1e6)
+        assert [len(row.indices) for row in none] == [0, 0]
+        assert client.embed_sparse([]) == []
+        whole = client.infer({"text": TEXTS[:2]})
+        assert whole["token_id"].dtype == np.int32
+        assert whole["weight"].dtype == np.float32
+        for parameters in (
+            {"max_active_dims": 0},
+            {"max_active_dims": MAX_TERMS + 1},
+            {"threshold": -1.0},
+            {"threshold": float("nan")},
+            {"prompt": "unknown"},
+            {"top_k": 3},
+        ):
+            with pytest.raises(InvalidRequestError, match=next(iter(parameters))):
+                client.infer({"text": ["a"]}, parameters=parameters)
+        with pytest.raises(InvalidRequestError, match="embedding"):
+            client.embed(TEXTS[:1])
+
+    async def ask() -> list[SparseVector]:
+        async with AsyncClient(name, url=server.grpc_url) as client:
+            return await client.embed_sparse(TEXTS, max_active_dims=7)
+
+    again = asyncio.run(ask())
+    assert all((a.indices == b.indices).all() for a, b in zip(again, few, strict=True))
+
+
+def test_settings_of_a_model_are_applied_or_refused(
+    tmp_path: Path, models: dict[str, Path]
+) -> None:
+    import shutil
+
+    task, model = find_task("sparse-embedding"), tmp_path / "model"
+    shutil.copytree(models["bert"], model)
+    config = model / "config_sentence_transformers.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "max_active_dims": 40}))
+    info = read_model_info(model, loader=task.loader, modules=task.modules)
+    assert task.parameters(info)["max_active_dims"].default == 40
+    inputs = read_inputs(load_spec(write_pipeline(tmp_path / "p", model)), quiet)
+    assert inputs.plan.parameters["max_active_dims"] == 40
+    listed = model / "modules.json"
+    modules = json.loads(listed.read_text())
+    normalize = "sentence_transformers.sentence_transformer.modules.Normalize"
+    static = "sentence_transformers.sparse_encoder.modules.SparseStaticEmbedding"
+    for more, message in ((normalize, "other modules"), (static, "a weight for each token")):
+        added = {"idx": 2, "name": "2", "path": "2_More", "type": more}
+        listed.write_text(json.dumps([*modules, added]))
+        folder = tmp_path / message.replace(" ", "_")
+        check_refused(message, read_inputs, load_spec(write_pipeline(folder, model)), quiet)
+    check_refused("sparse-embedding", read_model_info, models["bert"])
