@@ -230,3 +230,16 @@ def test_settings_of_a_model_are_applied_or_refused(
         folder = tmp_path / message.replace(" ", "_")
         check_refused(message, read_inputs, load_spec(write_pipeline(folder, model)), quiet)
     check_refused("sparse-embedding", read_model_info, models["bert"])
+
+
+def test_a_tie_of_the_last_term_is_no_difference() -> None:
+    one = {"token_id": np.array([[5, 2, 9]]), "weight": np.array([[1.5, 1.0, 0.5]])}
+    tied = {"token_id": np.array([[5, 2, 4]]), "weight": np.array([[1.5, 1.0, 0.500001]])}
+    other = {"token_id": np.array([[5, 3, 9]]), "weight": np.array([[1.5, 1.0, 0.5]])}
+    fewer = {"token_id": np.array([[5, 2]]), "weight": np.array([[1.5, 1.0]])}
+    compare = find_task("sparse-embedding").compare
+    assert compare([tied], [one], ["a"]).values["term_overlap"] == 1.0
+    for wrong in (other, fewer):
+        found = compare([wrong], [one], ["a"])
+        assert found.values["term_overlap"] < 0.9
+        assert found.values["min_cosine"] < 0.97

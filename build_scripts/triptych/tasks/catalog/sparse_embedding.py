@@ -10,7 +10,7 @@ import numpy as np
 from triptych.base.errors import UserError
 from triptych.base.tensors import Tensor
 from triptych.models.info import ModelInfo
-from triptych.tasks.compare import Comparison, Floats, Outputs, finite, numbers
+from triptych.tasks.compare import TIE, Comparison, Floats, Outputs, finite, numbers
 from triptych.tasks.labeled import similarity_correlation
 from triptych.tasks.metric import Metric
 from triptych.tasks.metrics_vectors import (
@@ -97,7 +97,8 @@ def compare_sparse(
     Badness is one minus the cosine.
     """
     ids = np.unique(np.concatenate([numbers(row, "token_id") for row in (*got, *wanted)]))
-    some, others = ([_dense(row, ids) for row in rows] for rows in (got, wanted))
+    others = [_dense(row, ids) for row in wanted]
+    some = [_with_ties(_dense(row, ids), other) for row, other in zip(got, others, strict=True)]
     result = compare_vectors(
         [{"embedding": row} for row in some], [{"embedding": row} for row in others], queries
     )
@@ -125,6 +126,18 @@ def _dense(outputs: Outputs, ids: Floats) -> Floats:
     terms = weights != 0  # a row with fewer terms than others ends with zeros
     row[np.searchsorted(ids, numbers(outputs, "token_id")[terms])] = weights[terms]
     return row
+
+
+def _with_ties(row: Floats, other: Floats) -> Floats:
+    """Return a row whose last terms are those of the reference where the weights tie.
+
+    A row ends after `max_active_dims` terms, and rounding chooses among terms of equal weight.
+    """
+    if np.count_nonzero(row) != np.count_nonzero(other) or not finite(row) or not row.any():
+        return row
+    limit = max(row[row > 0].min(), other[other > 0].min()) + TIE
+    differs = (row > 0) != (other > 0)
+    return np.where(differs & (np.maximum(row, other) <= limit), other, row)
 
 
 def _products(outputs: Sequence[Outputs], others: Sequence[Outputs]) -> Floats:
