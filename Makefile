@@ -23,19 +23,19 @@ export TRIPTYCH_CACHE ?= $(CURDIR)/.cache/triptych
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 21
 
-install: $(FOR_USERS)  ## Make .venv with what a user needs (1.5 GB)
+install: $(FOR_USERS)  ## Make .venv with what a user needs (1.6 GB)
 $(FOR_USERS): pyproject.toml build_scripts/constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing 1.5 GB into $(VENV), in 1 to 2 minutes ..."
-	@$(PIP_INSTALL) --editable ".[build,local,gateway,demo]"
+	@echo "installing 1.6 GB into $(VENV), in 1 to 2 minutes ..."
+	@$(PIP_INSTALL) --editable ".[build,local,gateway,page,demo]"
 	@touch $@
 
-setup: $(INSTALLED)  ## Make .venv with every extra and the tools of developers (2.4 GB)
+setup: $(INSTALLED)  ## Make .venv with every extra and the tools of developers (2.5 GB)
 $(INSTALLED): pyproject.toml build_scripts/constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing 2.4 GB into $(VENV), in about 2 minutes ..."
+	@echo "installing 2.5 GB into $(VENV), in about 2 minutes ..."
 	@$(PIP_INSTALL) \
-	  --editable ".[build,local,gateway,openvino,parquet,tensorrt,text2text,demo,dev]"
+	  --editable ".[build,local,gateway,page,openvino,parquet,tensorrt,text2text,demo,dev]"
 	@touch $@ $(FOR_USERS)
 
 # Beside .venv, whose packages it sees but for those it has itself: torch is not installed twice.

@@ -1,6 +1,5 @@
 """A pipeline that generates text: its streams, `verify`, page, metrics and `bench`, on a server."""
 
-import html
 import json
 import re
 import shutil
@@ -11,8 +10,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from urllib.request import Request
 
 import pytest
 from safetensors.torch import save_file
@@ -20,6 +21,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from conftest import quiet
+from demo_pages import ask, open_demo
 from deploy_cases import options
 from generation_cases import (
     TEXTS,
@@ -32,7 +34,7 @@ from generation_cases import (
     write_tiny_model,
 )
 from generation_served import DEADLINE_S, LONG, build_both, wait_until
-from http_pages import fetch, form, post
+from http_pages import fetch
 from mistakes import check_refused
 from processes import eventually
 from triptych.base.errors import UserError
@@ -48,7 +50,6 @@ from triptych.core.gate.verify import LiveOptions, describe_verification
 from triptych.deploy.targets import make_manifests
 from triptych.interface.cli import app
 from triptych.interface.cli.plan_text import describe_text_generation
-from triptych.interface.page.chat import ChatPage
 from triptych.repository.lint.checks import run_checks
 from triptych.repository.manifest import EncoderManifest, read_manifest
 from triptych.serving.bench import measure as measuring
@@ -365,39 +366,30 @@ def test_a_page_streams_a_chat_and_leaving_it_ends_the_answer(
     repository: Path, server: Server, slow: Streams
 ) -> None:
     folder = repository.parent / "slow"
-    spec, url = load_generation_spec(folder), server.grpc_url
-    with ChatPage(spec, folder, url, "127.0.0.1", 0, DEADLINE_S) as chat_page:
-        status, text = fetch(f"{chat_page.url}?example=1")
-        assert status == 200
-        assert f">\n{TEXTS[1]}</textarea>" in text
+    spec = load_generation_spec(folder)
+    with open_demo(spec, folder, repository, server.grpc_url) as page:
         held = hold(server, slow)
-        sent = {"messages": "[]", "say": "<script>alert(1)</script>" * 4, "max_tokens": "100"}
-        with urllib.request.urlopen(form(chat_page.url, sent)) as reply:
-            pieces = iter(lambda: reply.read1(65536).decode(), "")
-            text = ""
-            while 'id="answer"' not in text:
-                text += next(pieces)
-            assert "</main>" not in text
-            release(held)
-            text += "".join(pieces)
-        assert "&lt;script&gt;alert(1)" in text
-        assert "<script" not in text
-        assert "100 tokens (length)" in text
-        history = json.loads(html.unescape(re.findall(r'name="messages" value="(.*?)"', text)[0]))
-        assert [message["role"] for message in history] == ["user", "assistant"]
-        before = json.dumps([{"role": "user", "content": "Hi"}])
-        _, text = post(chat_page.url, {"messages": before, "say": "Ho"})
-        assert re.search(r"&lt;user&gt; Hi\s+&lt;user&gt; Ho", text)  # the answer: the prompt
+        said = " ".join(["<b>a</b>"] * 5)
+        job = page.submit(said, "30", "", api_name="/answer")
+        wait_until(server, "slow", in_flight=3)
+        release(held)
+        shown = list(job)
+        pieces = [text for text, _ in shown]
+        assert len(pieces) > 10
+        assert all(after.startswith(text) for text, after in pairwise(pieces))
+        assert "30 tokens (length); first token after " in shown[-1][1]
 
-        status, text = post(chat_page.url, {"messages": "[]", "say": "Hi", "temperature": "9"})
-        assert "must be a number from 0 to 2" in text
-        assert post(chat_page.url, {"messages": "{", "say": "Hi"})[0] == 422
-        assert post(chat_page.url, {"say": "Hi"}, Origin="https://else.where")[0] == 404
-        wait_until(server, "slow", running=0)
-        with urllib.request.urlopen(form(chat_page.url, {"messages": "[]", "say": LONG})) as reply:
-            text = ""
-            while 'id="answer"' not in text:
-                text += reply.read1(65536).decode()
+        assert "must be a number from 0 to 2" in ask(page, "Hi", "", "9")[1]
+        text, _ = ask(page, "Ho", "", "")  # the answer: the prompt, without what got no answer
+        assert text.startswith(f"<user> {said}\n<assistant> {pieces[-1]}\n<user> Ho")
+
+        calls = [call for call in page.config["dependencies"] if call["api_name"] == "answer"]
+        sent = {"data": [LONG, None, "", ""], "fn_index": calls[0]["id"], "session_hash": "left"}
+        body, kind = json.dumps(sent).encode(), {"Content-Type": "application/json"}
+        assert fetch(Request(f"{page.src}gradio_api/queue/join", body, kind))[0] == 200
+        with urllib.request.urlopen(f"{page.src}gradio_api/queue/data?session_hash=left") as reply:
+            while b"process_generating" not in reply.readline():
+                pass
         wait_until(server, "slow", running=0, kv_cache_usage_ratio=0)
 
 

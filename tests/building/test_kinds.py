@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import generation_cases
 import own_models
 import text2text_cases
 from conftest import ROOT, quiet, write_pipeline
+from demo_pages import ask, open_demo
 from triptych.building.build import BuildOutcome
 from triptych.building.pipeline import AnyPipeline, open_pipeline
 from triptych.building.stages import BuildOptions
@@ -30,7 +30,6 @@ from triptych.deploy.options import DeployOptions
 from triptych.deploy.targets import known_of, make_manifests
 from triptych.interface import api
 from triptych.interface.cli.plan_text import describe_pipeline
-from triptych.interface.page.demo import open_page
 from triptych.repository.lint.checks import run_checks
 from triptych.repository.manifest import BuildManifest, build_id, kind_of_build, read_manifest
 from triptych.serving.bench.bench import Bench, BenchOptions
@@ -226,13 +225,10 @@ def test_it_is_deployed(case: Case, tmp_path: Path) -> None:
     assert make_manifests(case.repository, case.spec.name, options, tmp_path).files
 
 
-def test_its_page_opens_and_answers_a_form(case: Case) -> None:
-    page = open_page(case.spec, case.folder, case.repository, case.url, "127.0.0.1", 0, 60.0)
-    with page:
-        assert case.spec.name in page.page("")
-        fields = {"text": b"a text", "say": b"a text"}
+def test_its_page_opens_and_answers(case: Case) -> None:
+    with open_demo(case.spec, case.folder, case.repository, case.url) as page:
+        fields = ["a text"]
         if case.kind is Kind.MODEL:
-            fields = {"features": b"[0.5, -1, 2, 0]", "bias": b""}
-        status, pieces = page.answer(fields)
-        assert status is HTTPStatus.OK
-        assert "</html>" in "".join(pieces)
+            fields = ["[0.5, -1, 2, 0]", ""]
+        shown = ask(page, *fields)
+    assert shown[0]

@@ -13,8 +13,10 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from gradio_client import handle_file
 
 from conftest import build_into, quiet, write_pipeline
+from demo_pages import ask, open_demo
 from mistakes import check_refused
 from own_models import (
     SAMPLING,
@@ -126,6 +128,12 @@ def test_a_detector_finds_the_squares(folder: Path, server: Any) -> None:
     assert "cannot be decoded" in str(second)
     assert isinstance(first, dict)
     assert [label for label in first["label"] if label] == OBJECTS["one"]
+
+    spec, path = load_model_spec(folder / "pipelines/detector"), "samples/two.png"
+    with open_demo(spec, spec.folder, folder / "repository", server.grpc_url) as page:
+        boxes, outputs, *_ = ask(page, handle_file(spec.folder / path), "", "", "")
+    assert sorted(each["label"] for each in boxes["annotations"]) == OBJECTS["two"]
+    assert outputs.count("label: ") == 2
 
 
 def test_a_table_answers_as_its_graph(folder: Path, server: Any) -> None:

@@ -17,9 +17,13 @@ import grpc  # type: ignore[import-untyped]
 import httpx2
 import numpy as np
 import pytest
+from gradio_client import handle_file
+from gradio_client.exceptions import AppError
 from tritonclient.grpc import service_pb2_grpc
 
 from conftest import ROOT, build_into, traffic_texts
+from demo_pages import ask as ask_page
+from demo_pages import open_demo
 from served_models import MASKS, NO_PADDING, RANKER, SERVED, TAGGER, TOPICS, VECTORS, save
 from task_models import MODELS
 from task_reference import (
@@ -39,7 +43,6 @@ from triptych.container.manifests import find_pipelines
 from triptych.gateway.app import make_app
 from triptych.gateway.http import Shared
 from triptych.gateway.pipelines import Pipelines
-from triptych.interface.page.demo import answer, open_pipeline
 from triptych.repository.lint.engine import unsupported
 from triptych.serving.server import Server
 from triptych.spec.spec import load_spec
@@ -329,14 +332,13 @@ def test_image_classification(
     assert np.allclose(printed["score"], [choice.score for choice in got[0][:3]])
 
     folder = repository.parent / "pipelines/images"
-    page = open_pipeline(load_spec(folder), folder, repository, server.grpc_url, 120.0)
-    fields = {**page.form.first_values(page.examples[0]), "image": ""}
-    sent = {name: value.encode() for name, value in fields.items()}
-    status, html = answer(page, {**sent, "example": b"0"})
-    page.client.close()
-    assert status == 200, html
-    assert "<meter" in html
-    assert 'src="data:' in html
+    with open_demo(load_spec(folder), folder, repository, server.grpc_url) as page:
+        shown = ask_page(page, handle_file(folder / "0.img"), "7")
+        with pytest.raises(AppError, match="must be an undamaged image"):
+            ask_page(page, handle_file(folder / "traffic.jsonl"), "7")
+    assert shown[0]["label"] == got[0][0].label
+    (raw,) = shown[3]
+    assert [*zip(raw["label"], raw["score"], strict=True)] == [(c.label, c.score) for c in got[0]]
 
 
 def test_every_task_answers_the_health_check(repository: Path, server: Server) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import random
-import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -15,9 +14,9 @@ from tokenizers import Tokenizer
 from builds import build
 from checkpoint_files import change
 from conftest import quiet
+from demo_pages import ask, open_demo
 from generation_cases import Streams, responses_of
 from generation_served import wait_until
-from http_pages import post
 from mistakes import check_refused
 from text2text_cases import TEXTS, write_model, write_pipeline
 from triptych.building.generation.gate import check_generation
@@ -27,7 +26,6 @@ from triptych.building.generation.text2text import Text2TextInputs, read_text2te
 from triptych.core.gate.cached import GateFailure
 from triptych.core.gate.verify import LiveOptions, describe_verification
 from triptych.interface.cli.plan_text import describe_text2text
-from triptych.interface.page.chat import TextPage
 from triptych.repository.records import GateResult
 from triptych.runtime.prompts import PIECES_FILE, SourcePieces
 from triptych.serving.endpoint import Endpoint
@@ -175,12 +173,10 @@ def test_it_is_held_to_its_gate_where_it_is_served(server: Server, repository: P
 def test_a_page_answers_each_text_for_itself(server: Server, repository: Path) -> None:
     folder = repository.parent / "t5"
     spec = load_text2text_spec(folder)
-    with TextPage(spec, folder, server.grpc_url, "127.0.0.1", 0, 120.0) as page:
-        said = {"say": TEXTS[1], "max_tokens": "7"}
-        answers = [post(page.url, {**said, **more})[1] for more in ({}, {"messages": "[]"})]
-        assert "7 tokens (length)" in answers[0]
-        tokens = re.findall(r"(\d+) prompt tokens", "".join(answers))
-        assert tokens == [str(len(read_text2text(spec, quiet).prompts[1].ids))] * 2
+    with open_demo(spec, folder, repository, server.grpc_url) as page:
+        _, tokens = ask(page, TEXTS[1], "7", "")
+    prompt = len(read_text2text(spec, quiet).prompts[1].ids)
+    assert tokens.startswith(f"{prompt} prompt tokens, 7 tokens (length); first token after ")
 
 
 def test_models_in_the_manner_of_t5_pass_their_gate(tmp_path: Path) -> None:

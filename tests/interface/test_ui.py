@@ -1,238 +1,136 @@
-"""The demo page: forms and answers of every task, its guards, and all of it in a real browser."""
+"""The demo page: its components, its answers, and what it refuses, also in a real browser."""
 
 import asyncio
 import os
 import re
 import signal
-import socket
-import struct
 import subprocess
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any
+from urllib.request import Request
 
 import pytest
+from gradio_client.exceptions import AppError
 from typer.testing import CliRunner
 
 from browser import open_tab
 from conftest import build_into, traffic_texts, write_pipeline
-from http_pages import fetch, post
-from processes import eventually
+from demo_pages import ask, open_demo
+from http_pages import fetch
 from served_command import TRIPTYCH, endpoints_of
 from task_models import tagger
-from triptych.base.formatting import figure
 from triptych.base.tensors import Tensor
-from triptych.client import Client, StepStatistics
+from triptych.client import Client
+from triptych.interface import demo_page
 from triptych.interface.cli import app
-from triptych.interface.page.demo import DemoPage, RequestTimes, open_pipeline
-from triptych.interface.page.form import (
-    SECOND,
-    Form,
-    OutputView,
-    ScoreBar,
-    TextPiece,
-    mark_spans,
-    view_answer,
-)
-from triptych.interface.page.web import PageServer
-from triptych.interface.page.web import _read as read_form
+from triptych.interface.demo_page import mark_spans
 from triptych.spec.spec import load_spec
 from triptych.tasks.catalog import TASKS
 
 pytestmark = pytest.mark.build
 
-HOSTILE = "</textarea><script>window.ran = 1</script><img src=x onerror='window.ran = 1'>\u202e"
+HOSTILE = "<script>window.ran = 1</script><img src=http://192.0.2.1/x onerror='window.ran = 1'>"
 TEXT = f"Ada Lovelace of London wrote to Charles Babbage in Turin about {HOSTILE} parcels"
 
 
-def test_a_form_has_what_a_task_takes_and_sends_what_is_typed() -> None:
+def kind(component: Any) -> str:
+    return type(component).__name__
+
+
+def test_fields_are_those_of_the_inputs_and_of_the_rules() -> None:
+    def fields(*inputs: Tensor, view: Any = "outputs") -> list[str]:
+        return [kind(demo_page._field(tensor, view)) for tensor in inputs]
+
+    kinds = {name: fields(*task.inputs, view=task.view.kind) for name, task in TASKS.items()}
+    assert kinds["image-classification"] == ["Image"]
+    assert kinds["reranking"] == kinds["question-answering"] == ["Textbox", "Textbox"]
+    file = Tensor("sound", "BYTES", (1,), content="bytes")
+    assert fields(file, Tensor("age", "INT64", (1,))) == ["File", "Textbox"]
+    assert fields(file, view="boxes") == ["Image"]
+
     rules: dict[str, dict[str, Any]] = {
         "top_k": {"type": "int", "min": 1, "max": 3},
+        "share": {"type": "float"},
         "candidate_labels": {"type": "list"},
         "multi_label": {"type": "bool"},
         "kind": {"type": "str", "choices": ["a", "b"]},
     }
-    defaults = {"top_k": 1, "multi_label": False, "candidate_labels": None}
-    settings = {"request_parameters": rules, "parameters": defaults}
-    options = {"top_k": "INT32", "candidate_labels": "BYTES", "multi_label": "BOOL"}
-    form = Form.of(TASKS["text-classification"], {**options, "kind": "BYTES"}, settings)
-    found = {field.label: (field.kind, field.choices, field.hint) for field in form.fields}
-    assert found == {
-        "text": ("text", (), ""),
-        "top_k": ("number", (), "1"),
-        "candidate_labels": ("line", (), ""),
-        "multi_label": ("choice", ("true", "false"), "false"),
-        "kind": ("choice", ("a", "b"), ""),
-    }
-    assert form.first_values(None) == {"parameter.top_k": "3"}  # as many as the pipeline has
-    elsewhere = Form.of(TASKS["text-classification"], options, {})  # built on another machine
-    assert [field.kind for field in elsewhere.fields] == ["text", "number", "line", "choice"]
-    assert elsewhere.first_values(None) == {}
-    sent = {"top_k": "two", "candidate_labels": "a, b", "multi_label": "true", "kind": ""}
-    asked = form.read({"text": "x", **{f"parameter.{name}": sent[name] for name in sent}})
-    assert asked.rows == ({"text": "x"},)
+    made = [demo_page._parameter(name, rule, None) for name, rule in rules.items()]
+    assert [kind(each) for each in made] == ["Textbox"] * 3 + ["Dropdown"] * 2
+    assert (made[0].info, made[1].info) == ("from 1 to 3", None)
+    default = demo_page._parameter("multi_label", rules["multi_label"], False)
+    assert default.choices[0] == ("false (default of the pipeline)", "")
+    assert demo_page._parameter("top_k", rules["top_k"], 2).placeholder == "2"
     # A number that is none goes as it is: the pipeline says what is wrong with it.
-    assert asked.parameters == {"top_k": "two", "candidate_labels": "a, b", "multi_label": True}
-    compares = Form.of(TASKS["text-embedding"], {}, {})
-    assert [row["text"] for row in compares.read({"text": "x", SECOND: "y"}).rows] == ["x", "y"]
-    assert [row["text"] for row in compares.read({"text": "x", SECOND: ""}).rows] == ["x"]
-    kinds = {name: [f.kind for f in Form.of(task, {}, {}).fields] for name, task in TASKS.items()}
-    assert kinds["image-classification"] == ["image"]
-    assert kinds["reranking"] == kinds["question-answering"] == ["text", "text"]
-    own = (
-        Tensor("age", "INT64", (1,)),
-        Tensor("weight", "FP32", (1,)),
-        Tensor("box", "INT64", (4,)),
-        Tensor("note", "BYTES", (1,)),
-    )
-    fields = Form(own, form.view, rules, {}).fields
-    assert [field.kind for field in fields[:4]] == ["number", "number", "text", "text"]
-    assert [field.label for field in fields if field.is_parameter] == [*rules]
-
-
-def test_a_form_of_many_parts_or_of_none_is_refused() -> None:
-    part = b'--x\r\nContent-Disposition: form-data; name="text"\r\n\r\nhello\r\n'
-    kind = "multipart/form-data; boundary=x"
-    assert read_form(kind, part + b"--x--\r\n") == {"text": b"hello"}
-    assert read_form(kind, part * 100_000 + b"--x--\r\n") is None
-    for malformed in ("", "text/plain", "multipart/form-data", 'multipart/form-data; boundary="'):
-        assert not read_form(malformed, part)
-
-
-class _PlainPage(PageServer):
-    """A page that answers in pieces."""
-
-    def page(self, example: str) -> str:
-        return example + "x" * 100_000
-
-    def answer(self, sent: Mapping[str, bytes]) -> tuple[HTTPStatus, Iterator[str]]:
-        return HTTPStatus.OK, iter(["y" * 100_000] * 8)
-
-    def end(self) -> None:
-        pass
-
-
-_HOST = b"Host: 127.0.0.1\r\n"
-MALFORMED = (
-    b"POST / HTTP/1.1\r\n" + _HOST + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n",
-    b"POST / HTTP/1.1\r\n" + _HOST + b"Content-Length: \xb2\r\n\r\n",
-    b"POST / HTTP/1.1\r\n" + _HOST + b"Content-Length: 1000\r\n\r\nabc",
-    b"GET / HTTP/1.1\r\n" + _HOST + b"\r\n",
-    b"GET / HTTP/1.1\r\n" + _HOST + b"Origin: http://[\r\n\r\n",
-    b"GET / HTTP/1.1\r\nHost: \xb2:\xb2\r\n\r\n",
-    b"GET / HTTP/9.x\r\n\r\n",
-    bytes(range(256)) + b"\r\n\r\n",
-)
-
-
-def test_malformed_and_abandoned_requests_to_a_page_print_nothing(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    with _PlainPage("127.0.0.1", 0) as page:
-        for request in MALFORMED:
-            for leaves in (False, True):
-                with socket.create_connection(("127.0.0.1", page.server_port)) as client:
-                    client.sendall(request)
-                    if leaves:  # the connection is reset
-                        off = struct.pack("ii", 1, 0)
-                        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, off)
-                    else:
-                        client.shutdown(socket.SHUT_WR)
-                        while client.recv(1 << 16):
-                            pass
-        status, _ = fetch(page.url)
-        assert status == HTTPStatus.OK
-        assert eventually(
-            lambda: not any("process_request" in thread.name for thread in threading.enumerate())
-        )
-    assert capfd.readouterr().err == ""
+    sent = demo_page._read_parameters(rules, ["two", "0.5", "a, b", "false", ""])
+    assert sent == {"top_k": "two", "share": 0.5, "candidate_labels": "a, b", "multi_label": False}
+    assert demo_page._read_parameters(rules, ["2", "", "", "true", "b"]) == {
+        "top_k": 2,
+        "multi_label": True,
+        "kind": "b",
+    }
+    assert demo_page._typed_input(Tensor("box", "INT64", (4,)), "[1, 2, 3, 4]") == [1, 2, 3, 4]
+    assert demo_page._typed_input(Tensor("age", "INT64", (1,)), "9007199254740993") == 2**53 + 1
 
 
 def test_answers_are_shown_as_their_tasks_have_them() -> None:
-    one = [{"text": "Ada 🙂 in Köln", "text_pair": "It is in Köln."}]
+    def shown(view: Any, row: dict[str, Any], **given: str) -> Any:
+        return demo_page._VIEWS[view].value(given, row)
+
+    text = "Ada 🙂 in Köln"
     entity = {"entity": "LOC", "text": "Köln", "start": 9, "end": 13, "score": 0.5}
-    shown = view_answer("entities", one, [{"entities": [entity]}])
-    assert shown.pieces == (TextPiece("Ada 🙂 in "), TextPiece("Köln", "LOC", 0.5))
-    assert "No entities" in view_answer("entities", one, [{"entities": []}]).lines[0]
+    marked = [("Ada 🙂 in ", None), ("Köln", "LOC")]
+    assert shown("entities", {"entities": [entity]}, text=text) == marked
+    assert shown("entities", {"entities": []}, text=text) == [(text, None)]
     # What a hook's text moved is not marked elsewhere; of two that overlap the first is.
-    moved = {**entity, "start": 0, "end": 4}
-    assert "are not highlighted" in view_answer("entities", one, [{"entities": [moved]}]).lines[0]
+    assert mark_spans(text, [{**entity, "label": "LOC", "start": 0, "end": 4}]) == [(text, None)]
     spans = [{**entity, "label": "LOC"}, {**entity, "start": 8, "text": " Köln", "label": "X"}]
-    assert [piece.label for piece in mark_spans(one[0]["text"], spans)] == ["", "X"]
+    assert [label for _, label in mark_spans(text, spans)] == [None, "X"]
 
     answer = {"answer": "Köln", "score": 0.25, "start": 9, "end": 13}
-    assert view_answer("answer", one, [answer]).pieces[1] == TextPiece("Köln", "answer", 0.25)
-    assert "No answer" in view_answer("answer", one, [{**answer, "answer": ""}]).lines[0]
-    choices = view_answer("choices", one, [{"token": ["a", "b"], "score": [0.75, float("nan")]}])
-    assert choices.bars[0] == ScoreBar("a", 0.75, 0.75)
-    assert choices.bars[1].share == 0.0
-    rows = [{"embedding": [3.0, 4.0], "embedding_int8": []}, {"embedding": [4.0, 3.0]}]
-    said = "Cosine similarity of both vectors: 0.9600"
-    assert view_answer("vectors", one * 2, rows).lines == (said,)
-    row = {"score": 0.5, "top": ["a", "b"], "chance": [0.75, 0.25], "note": ["[draft"]}
-    row["boxes"] = [{"x": 1, "label": "cat"}, {"x": 2}]
-    row["about"] = '{"team": "billing", "urgent": true}'
-    (outputs,) = view_answer("outputs", one, [row]).outputs
-    assert sorted(outputs, key=lambda view: view.name) == [
-        OutputView("about", head=("team", "urgent"), rows=(("billing", "true"),)),
-        OutputView("boxes", head=("x", "label"), rows=(("1", "cat"), ("2", ""))),
-        OutputView("note", texts=("[draft",)),
-        OutputView("score", texts=("0.5000",)),
-        OutputView("top, chance", head=("top", "chance"), rows=(("a", "0.7500"), ("b", "0.2500"))),
-    ]
-    # An `after` of the pipeline's own may return another form.
-    (outputs,) = view_answer("entities", one, [{"entities": "none"}]).outputs
-    assert outputs == (OutputView("entities", texts=("none",)),)
-
-
-def test_times_say_when_they_are_not_of_one_request_alone() -> None:
-    def times(requests: int) -> RequestTimes:
-        step = StepStatistics("core", requests, 0, requests, 1, 0.0, 0.0, 800.0 * requests, 0.0)
-        return RequestTimes(1000.0, (step,), 1)
-
-    assert (times(1).alone, times(1).outside_us, times(3).alone) == (True, 200.0, False)
+    assert shown("answer", answer, text_pair="It is in Köln.")[1] == ("Köln", "answer")
+    choices = {"token": ["a", "b"], "score": [0.75, float("nan")]}
+    assert shown("choices", choices) == {"a": 0.75, "b": 0.0}
+    found = {"box": [[1.2, 2, 3, 3.9]], "label": ["cat"], "score": [0.5]}
+    assert shown("boxes", found, image="a.png") == ("a.png", [((1, 2, 3, 4), "cat")])
+    vectors = [{"embedding": [3.0, 4.0], "embedding_int8": []}, {"embedding": [4.0, 3.0]}]
+    assert [*demo_page._similarity(vectors)] == ["Cosine similarity of both vectors: 0.9600"]
 
 
 @pytest.fixture(scope="module")
-def page(minilm_server: Any, minilm_repository: Path) -> Iterator[DemoPage]:
-    """The page of MiniLM."""
+def page(minilm_server: Any, minilm_repository: Path) -> Iterator[Any]:
+    """A client of MiniLM's page."""
     folder = minilm_repository.parent / "pipelines/minilm_packed"
-    url = minilm_server.grpc_url
-    pipeline = open_pipeline(load_spec(folder), folder, minilm_repository, url, 120.0)
-    with DemoPage(pipeline, "127.0.0.1", 0) as page:
+    with open_demo(load_spec(folder), folder, minilm_repository, minilm_server.grpc_url) as page:
         yield page
 
 
 @pytest.mark.server
-def test_a_page_answers_refuses_and_is_of_no_use_to_other_sites(page: DemoPage) -> None:
-    status, text = fetch(page.url)
-    assert status == 200
-    assert text.count('<a href="/?example=') == 8
-    status, text = fetch(f"{page.url}?example=1")
-    assert f">\n{traffic_texts()[1]}</textarea>" in text
-
+def test_a_page_answers_and_is_of_no_use_to_other_sites(page: Any, minilm_server: Any) -> None:
     texts = ["my delivery is late", "where is my parcel?"]
-    status, text = post(page.url, {"text": texts[0], SECOND: texts[1]})
-    assert status == 200
-    similar = re.search(r"Cosine similarity of both vectors: (0\.\d+)", text)
+    shown, times, raw = ask(page, *texts, "", "", "")
+    similar = re.search(r"Cosine similarity of both vectors: (0\.\d+)", shown)
     assert similar is not None
-    with Client("minilm_packed", page.pipeline.client.url) as client:
+    with Client("minilm_packed", minilm_server.grpc_url) as client:
         one, other = client.embed(texts)
     assert float(similar[1]) == pytest.approx(float(one @ other), abs=1e-4)
-    assert text.count("384 numbers") == 2
+    assert shown.count("(384 elements)") == 2
     for step in ("preprocess", "core", "postprocess"):
-        assert re.search(rf"minilm_packed_{step}</th>(<td class=\"n\">[\d.]+</td>){{5}}", text)
+        assert re.search(rf"\| {step} (\| [\d.]+ ){{5}}\|", times)
+    assert raw[0]["embedding"] == pytest.approx(one.tolist())
+    assert ask(page, texts[0], "", "", "", "")[2] == raw[:1]
+    with pytest.raises(AppError, match=r"must be an integer from 1 to 384\. Given: 0"):
+        ask(page, "x", "", "0", "", "")
 
-    status, text = post(page.url, {"text": "x", "parameter.dimensions": "0"})
-    assert status == 422
-    assert "must be an integer from 1 to 384" in text
+    config = fetch(page.src + "config")[1]
+    assert all(text[:20] in config for text in traffic_texts()[: demo_page.MAX_EXAMPLES])
     # Another site's form, and a name that was made to point here.
-    assert post(page.url, {"text": "x"}, Origin="https://else.where")[0] == 404
-    assert post(page.url, {"text": "x"}, Host="else.where:80")[0] == 404
-    assert fetch(f"{page.url}etc/passwd")[0] == 404
+    for headers in ({"Origin": "https://else.where"}, {"Host": "else.where:80"}):
+        for path in ("", "config", "gradio_api/upload"):
+            assert fetch(Request(page.src + path, headers=headers))[0] == 403
+    assert fetch(f"{page.src}gradio_api/file=/etc/passwd")[0] == 403
 
 
 @contextmanager
@@ -253,24 +151,6 @@ def command(*words: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate(timeout=60)
 
 
-@pytest.mark.server
-def test_the_verb_attaches_to_a_server_and_leaves_it_running(page: DemoPage) -> None:
-    """Without a repository here: what the pipeline's folder says is enough."""
-    grpc, folder = page.pipeline.client.url, page.pipeline.folder
-    words = (folder.name, f"--pipelines={folder.parent}", f"--url={grpc}", "--repository=nowhere")
-    busy = page.url.rstrip("/").rpartition(":")[2]
-    refused = CliRunner().invoke(app, ["ui", *words, f"--port={busy}"])
-    assert "`--port` must be a free port" in str(refused.exception)
-    with command(*words) as process:
-        told = endpoints_of(process)
-        assert told["grpc"] == grpc
-        assert post(told["page"], {"text": "x"})[0] == 200
-        process.send_signal(signal.SIGTERM)
-        assert process.communicate(timeout=60)[1] == "stopped\n"
-    assert process.returncode == 0
-    assert post(page.url, {"text": "x"})[0] == 200
-
-
 @pytest.fixture
 def demo(tmp_path: Path, minilm_folder: Path) -> Iterator[subprocess.Popen[str]]:
     """`triptych ui` on a small tagger, built here."""
@@ -288,8 +168,28 @@ def demo(tmp_path: Path, minilm_folder: Path) -> Iterator[subprocess.Popen[str]]
 
 
 @pytest.mark.server
+def test_the_verb_attaches_to_a_server_and_leaves_it_running(
+    page: Any, minilm_server: Any, minilm_repository: Path
+) -> None:
+    """Without a repository here: what the pipeline's folder says is enough."""
+    grpc, pipelines = minilm_server.grpc_url, minilm_repository.parent / "pipelines"
+    words = ("minilm_packed", f"--pipelines={pipelines}", f"--url={grpc}", "--repository=nowhere")
+    busy = page.src.rstrip("/").rpartition(":")[2]
+    refused = CliRunner().invoke(app, ["ui", *words, f"--port={busy}"])
+    assert "`--port` must be a free port" in str(refused.exception)
+    with command(*words) as process:
+        told = endpoints_of(process)
+        assert told["grpc"] == grpc
+        assert fetch(told["page"])[0] == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=60)[1] == "stopped\n"
+    assert process.returncode == 0
+    assert ask(page, "x", "", "", "", "")[0].startswith("embedding: ")
+
+
+@pytest.mark.server
 @pytest.mark.long
-def test_a_browser_shows_entities_times_and_errors_and_runs_nothing(
+def test_a_browser_shows_entities_times_and_errors_and_loads_nothing(
     demo: subprocess.Popen[str],
 ) -> None:
     addresses = endpoints_of(demo)
@@ -297,14 +197,10 @@ def test_a_browser_shows_entities_times_and_errors_and_runs_nothing(
         (entities,) = client.entities([TEXT])
         assert entities
         seen = asyncio.run(browse(addresses["page"]))
-    assert seen["marks"] == [[e.text, f"{e.entity} {figure(e.score)}"] for e in entities]
-    assert seen["typed"] == TEXT
-    steps = ["tags_preprocess", "tags_core", "tags_postprocess"]
-    assert [step for step, _ in seen["times"]][:3] == steps
-    assert all(float(together) >= 0 for _, together in seen["times"][:3])
-    assert seen["error"].startswith("`text` must have at most 1000 bytes. Given: 1800 bytes.")
-    assert seen["cut_on_a_phone"] == []
-    assert seen["scripts"] == 0
+    assert seen["marks"] == [[e.text, e.entity] for e in entities]
+    assert seen["steps"][:3] == ["preprocess", "core", "postprocess"]
+    assert "`text` must have at most 1000 bytes. Given: 1800 bytes." in seen["error"]
+    assert seen["too_wide"] <= 0
     assert seen["ran"] is None
     assert seen["requested"]
     assert all(url.startswith((addresses["page"], "data:")) for url in seen["requested"])
@@ -320,28 +216,27 @@ async def browse(url: str) -> dict[str, Any]:
     """What somebody sees who types a text and submits it, and then one that is too long."""
     async with open_tab() as tab:
         await tab.go(url)
+        await tab.appears("textarea")
         await tab.type("textarea", TEXT)
-        await tab.submit("button")
-        seen = {
-            "marks": await tab.run(
-                "[...document.querySelectorAll('mark')].map(it =>"
-                " [it.firstChild.textContent, it.querySelector('small').textContent])"
-            ),
-            "typed": await tab.run("document.querySelector('textarea').value"),
-            "times": await tab.run(
-                "[...document.querySelectorAll('table.times tbody tr')].map(it =>"
-                " [it.cells[0].textContent, it.cells[5].textContent])"
-            ),
-            "ran": await tab.run("window.ran"),
-            "scripts": await tab.run("document.scripts.length + document.images.length"),
-        }
+        await tab.click("button.primary")
+        await tab.appears(".times table")
         phone = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
         await tab.call("Emulation.setDeviceMetricsOverride", **phone)
-        seen["cut_on_a_phone"] = await tab.run(
-            "[...document.querySelectorAll('.scroll')].filter(it =>"
-            " it.scrollWidth > it.clientWidth).map(it => it.getAttribute('aria-label'))"
-        )
+        seen = {
+            "marks": await tab.run(
+                "[...document.querySelectorAll('.token.highlighted')].map(it =>"
+                " [...it.querySelectorAll('.text, .label')].map(part => part.innerText))"
+            ),
+            "steps": await tab.run(
+                "[...document.querySelectorAll('.times tbody tr')].map(it => it.cells[0].innerText)"
+            ),
+            "too_wide": await tab.run(
+                "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+            ),
+            "ran": await tab.run("window.ran"),
+        }
         await tab.type("textarea", "too long " * 200)
-        await tab.submit("button")
-        error = await tab.run("document.querySelector('#error').innerText")
+        await tab.click("button.primary")
+        await tab.appears(".toast-body")
+        error = await tab.run("document.querySelector('.toast-body').innerText")
         return {**seen, "error": error, "requested": tab.requested}

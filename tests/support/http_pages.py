@@ -31,20 +31,6 @@ def comes_true(holds: Callable[[], bool]) -> bool:
     return False
 
 
-def form(url: str, fields: dict[str, str], **headers: str) -> urllib.request.Request:
-    parts = [
-        f'--x\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'
-        for name, value in fields.items()
-    ]
-    kind = {"Content-Type": "multipart/form-data; boundary=x"}
-    body = "".join([*parts, "--x--\r\n"]).encode()
-    return urllib.request.Request(url, body, {**kind, **headers})
-
-
-def post(url: str, fields: dict[str, str], **headers: str) -> tuple[int, str]:
-    return fetch(form(url, fields, **headers))
-
-
 def fetch(request: Any) -> tuple[int, str]:
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:

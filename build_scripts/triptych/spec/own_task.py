@@ -16,7 +16,7 @@ from triptych.spec.kind import MODEL
 from triptych.spec.model_fields import ModelSpec, OutputField
 from triptych.tasks.compare import TIE, Comparison, Outputs
 from triptych.tasks.metric import OWN_METRICS, Metric
-from triptych.tasks.task import Core, Parameters, Task
+from triptych.tasks.task import Core, Parameters, Task, View
 
 COMPARE_PREFIX = "compare_"
 """Prefix of the user's functions that compare an output."""
@@ -62,7 +62,16 @@ def own_task(spec: ModelSpec) -> Task:
         labeled=None,
         parameters=lambda info: {name: field.rule for name, field in spec.parameters.items()},
         settings=settings,
+        view=View("boxes" if _shows_boxes(spec) else "outputs"),
     )
+
+
+def _shows_boxes(spec: ModelSpec) -> bool:
+    """Return whether a row is one file, such as an image, and has boxes with labels."""
+    types = [field.type for field in spec.outputs.values()]
+    boxes = [field for field in spec.outputs.values() if field.compared_by == "iou"]
+    files = [field for field in spec.inputs.values() if field.type == "bytes"]
+    return len(files) == len(spec.inputs) == len(boxes) == 1 and "text" in types
 
 
 def step_settings(spec: ModelSpec, info: ModelInfo, stage: OwnStage) -> dict[str, object]:

@@ -36,9 +36,10 @@ user's own graph: its outputs (``arrays``).
 Parameters = Mapping[str, Any]
 """Request parameters with the pipeline's defaults."""
 
-ViewKind = Literal["choices", "entities", "answer", "vectors", "outputs"]
+ViewKind = Literal["choices", "entities", "answer", "boxes", "vectors", "outputs"]
 """View of outputs on the demo page: labels with bars for their scores; `text` with its entities
-marked; `text_pair` with the answer marked; vectors and their similarity; or plain outputs.
+marked; `text_pair` with the answer marked; the image with its boxes; vectors and their
+similarity; or plain outputs.
 """
 
 

@@ -7,14 +7,16 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from triptych.base.errors import UserError
+from triptych.base.extras import install_command
 from triptych.interface.cli.command import verb
 from triptych.interface.cli.gateway import GatewayOptions, GatewayProcess, check_access
 from triptych.interface.cli.options import (
@@ -49,6 +51,7 @@ from triptych.runtime.sampling import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
     from triptych.building.dev import Round
+    from triptych.interface.demo_page import PagePipeline
     from triptych.serving.server import Server
     from triptych.spec.any_spec import AnySpec
 
@@ -449,7 +452,6 @@ def ui(
     The page shows the answers in the form of the task, and the time of each step.
     """
     from triptych.client.server_info import check_served
-    from triptych.interface.page.demo import open_page
     from triptych.repository.store import recover
     from triptych.serving.endpoint import check_built
     from triptych.serving.hot_reload import HotReload
@@ -466,24 +468,17 @@ def ui(
     if not is_loopback(host):
         warn(f"{host} can be reached from other machines, and the page does not authenticate users")
     with ExitStack() as opened:
-        # It fails before a server starts.
+        # Both fail before a server starts.
+        open_page = _import_page()
         port = opened.enter_context(reserve_ports(host, {"--port": port}))["--port"]
 
         def show_page(grpc_url: str, pid: int | None) -> None:
-            made = open_page(
-                spec,
-                folders.pipelines / name,
-                folders.repository,
-                grpc_url,
-                host,
-                port,
-                request_timeout_s,
-            )
-            page = opened.enter_context(made)
+            pipeline = describe_page(spec, folders, grpc_url, request_timeout_s)
+            page = opened.enter_context(open_page(pipeline, host, port))
             if as_json:
-                print(json.dumps({"page": page.url, "grpc": grpc_url, "pid": pid}), flush=True)
+                print(json.dumps({"page": page, "grpc": grpc_url, "pid": pid}), flush=True)
             else:
-                output.print(f"open {page.url} to try {name}; stop with Ctrl-C", style="green")
+                output.print(f"open {page} to try {name}; stop with Ctrl-C", style="green")
 
         if url is not None:
             with sigterm_as_interrupt():
@@ -506,6 +501,53 @@ def ui(
                 show_page(server.grpc_url, server.pid)
 
         run(server, announce, timeout_s=timeout_s, meanwhile=exchange.poll)
+
+
+def _import_page() -> Callable[[PagePipeline, str, int], AbstractContextManager[str]]:
+    try:
+        from triptych.interface.demo_page import open_page
+    except ImportError as error:
+        raise UserError(
+            "triptych ui",
+            "needs the packages of the extra `page`",
+            given=error,
+            remedy=f"Run `{install_command('page')}`",
+        ) from error
+    return open_page
+
+
+def describe_page(spec: AnySpec, folders: Folders, grpc_url: str, timeout_s: float) -> PagePipeline:
+    """Return what the demo page shows of a pipeline.
+
+    Raises:
+        UserError: The traffic of the pipeline cannot be read.
+    """
+    from triptych.core.inputs import task_of
+    from triptych.interface.demo_page import MAX_EXAMPLES, PagePipeline
+    from triptych.models.fields import name_of_source
+    from triptych.repository.manifest import find_settings
+    from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
+    from triptych.spec.traffic import TRAFFIC_FILE, read_lines
+
+    if isinstance(spec, GenerationSpec | Text2TextSpec):
+        task, settings = None, {"parameters": spec.parameters}
+    else:
+        task, settings = task_of(spec), find_settings(folders.repository, spec.name)
+    folder = folders.pipelines / spec.name
+    traffic = folder / TRAFFIC_FILE
+    rows = (row for _, _, row in read_lines(traffic) if row) if traffic.is_file() else ()
+    return PagePipeline(
+        name=spec.name,
+        about=f"{spec.task}, {name_of_source(spec.model.source)}",
+        url=grpc_url,
+        timeout_s=timeout_s,
+        task=task,
+        is_chat=isinstance(spec, GenerationSpec),
+        rules=settings.get("request_parameters", {}),
+        defaults=settings.get("parameters", {}),
+        folder=folder,
+        rows=tuple(islice(rows, MAX_EXAMPLES)),
+    )
 
 
 def load_active_spec(name: str, folders: Folders) -> AnySpec:

@@ -21,11 +21,6 @@ def prose(text: object) -> Markup:
     return shown(text, MAX_PROSE_CHARACTERS)
 
 
-def lines(text: object) -> Markup:
-    """Return `text` escaped by `plain`, with its line breaks."""
-    return Markup("\n").join(plain(line) for line in str(text).split("\n"))
-
-
 def render(template: str, **values: object) -> str:
     """Return a self-contained page, without network access, scripts or fonts.
 
@@ -64,9 +59,9 @@ PAGES = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-for _name in ("code", "figure", "milliseconds", "percent", "rounded", "shown"):
+for _name in ("code", "figure", "percent", "rounded", "shown"):
     PAGES.filters[_name] = getattr(formatting, _name)
-PAGES.filters |= {"lines": lines, "prose": prose, "thousands": "{:,}".format}
+PAGES.filters |= {"prose": prose, "thousands": "{:,}".format}
 PAGES.globals |= {
     "amount": formatting.amount,
     "figures": formatting.figures,

@@ -1,1 +1,0 @@
-"""The demo page of one pipeline: a form in plain HTML, its answer, and where the time went."""
