@@ -126,11 +126,13 @@ class Tab:
         return done["result"].get("value")
 
     async def type(self, selector: str, text: str) -> None:
-        """Write over what is in a field."""
+        """Write over what is in a field, as soon as it is there."""
+        await self.appears(selector)
         await self.run(f"document.querySelector({selector!r}).select()")
         await self.call("Input.insertText", text=text)
 
     async def click(self, selector: str) -> None:
+        await self.appears(selector)
         await self.run(f"document.querySelector({selector!r}).click()")
 
     async def appears(self, selector: str) -> None:

@@ -22,12 +22,18 @@ def open_demo(spec: AnySpec, folder: Path, repository: Path, url: str) -> Iterat
     with (
         reserve_ports("127.0.0.1", {"--port": 0}) as ports,
         open_page(pipeline, "127.0.0.1", ports["--port"]) as address,
+        open_client(address) as client,
     ):
-        client = gradio_client.Client(address, verbose=False)
-        try:
-            yield client
-        finally:
-            client.close()
+        yield client
+
+
+@contextmanager
+def open_client(address: str) -> Iterator[Any]:
+    client = gradio_client.Client(address, verbose=False, analytics_enabled=False)
+    try:
+        yield client
+    finally:
+        client.close()
 
 
 def ask(client: Any, *given: object) -> Any:
