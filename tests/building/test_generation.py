@@ -13,7 +13,6 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from urllib.request import Request
 
 import pytest
 from safetensors.torch import save_file
@@ -21,7 +20,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from conftest import quiet
-from demo_pages import ask, open_demo
+from demo_pages import ask, open_demo, open_events
 from deploy_cases import options
 from generation_cases import (
     TEXTS,
@@ -34,7 +33,6 @@ from generation_cases import (
     write_tiny_model,
 )
 from generation_served import DEADLINE_S, LONG, build_both, wait_until
-from http_pages import fetch
 from mistakes import check_refused
 from processes import eventually
 from triptych.base.errors import UserError
@@ -383,11 +381,7 @@ def test_a_page_streams_a_chat_and_leaving_it_ends_the_answer(
         text, _ = ask(page, "Ho", "", "")  # the answer: the prompt, without what got no answer
         assert text.startswith(f"<user> {said}\n<assistant> {pieces[-1]}\n<user> Ho")
 
-        calls = [call for call in page.config["dependencies"] if call["api_name"] == "answer"]
-        sent = {"data": [LONG, None, "", ""], "fn_index": calls[0]["id"], "session_hash": "left"}
-        body, kind = json.dumps(sent).encode(), {"Content-Type": "application/json"}
-        assert fetch(Request(f"{page.src}gradio_api/queue/join", body, kind))[0] == 200
-        with urllib.request.urlopen(f"{page.src}gradio_api/queue/data?session_hash=left") as reply:
+        with open_events(page, LONG, None, "", "") as reply:
             while b"process_generating" not in reply.readline():
                 pass
         wait_until(server, "slow", running=0, kv_cache_usage_ratio=0)

@@ -23,7 +23,7 @@ from tritonclient.grpc import service_pb2_grpc
 
 from conftest import ROOT, build_into, traffic_texts
 from demo_pages import ask as ask_page
-from demo_pages import open_demo
+from demo_pages import open_demo, open_events
 from served_models import MASKS, NO_PADDING, RANKER, SERVED, TAGGER, TOPICS, VECTORS, save
 from task_models import MODELS
 from task_reference import (
@@ -336,6 +336,12 @@ def test_image_classification(
         shown = ask_page(page, handle_file(folder / "0.img"), "7")
         with pytest.raises(AppError, match="must be an undamaged image"):
             ask_page(page, handle_file(folder / "traffic.jsonl"), "7")
+        # A file that was not sent, but that this machine has.
+        file = {"path": str(folder / "1.img")}
+        for marks in ({}, {"meta": {"_type": "gradio.FileData"}}):
+            with open_events(page, file | marks, "7") as events:
+                ended = next(line for line in events if b"process_completed" in line)
+            assert re.search(rb"not uploaded by|must be a file that was sent", ended)
     assert shown[0]["label"] == got[0][0].label
     (raw,) = shown[3]
     assert [*zip(raw["label"], raw["score"], strict=True)] == [(c.label, c.score) for c in got[0]]

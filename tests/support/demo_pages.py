@@ -1,9 +1,12 @@
 """The demo page of a served pipeline, and a client that uses it as a browser does."""
 
+import json
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import gradio_client
 
@@ -41,3 +44,17 @@ def ask(client: Any, *given: object) -> Any:
     job = client.submit(*given, api_name="/answer")
     shown = job.result(timeout=60)
     return job.outputs()[-1] if job.outputs() else shown
+
+
+@contextmanager
+def open_events(client: Any, *given: object) -> Iterator[Any]:
+    """The events of an answer to fields as they are, without files that a client would send."""
+    calls = [call for call in client.config["dependencies"] if call["api_name"] == "answer"]
+    session = secrets.token_hex(8)
+    sent = {"data": given, "fn_index": calls[0]["id"], "session_hash": session}
+    kind = {"Content-Type": "application/json"}
+    join = Request(f"{client.src}gradio_api/queue/join", json.dumps(sent).encode(), kind)
+    with urlopen(join, timeout=60) as reply:
+        assert reply.status == 200
+    with urlopen(f"{client.src}gradio_api/queue/data?session_hash={session}", timeout=60) as events:
+        yield events

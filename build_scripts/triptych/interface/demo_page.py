@@ -26,12 +26,16 @@ from triptych.base.tensors import Tensor
 from triptych.client import Client, Completion, Generation, InferenceError, StepStatistics
 from triptych.client.connection import is_loopback
 from triptych.client.rows import describe_answer, plain_outputs, request_parameter
+from triptych.client.server_info import request_failure
 from triptych.tasks.task import Task, ViewKind
 
 MAX_EXAMPLES = 8
 """Maximum number of rows of the traffic that a page offers as examples."""
 
 _MAX_FILE_BYTES = 64 << 20
+_UPLOADS = "GRADIO_TEMP_DIR"
+"""Variable of the folder in which Gradio keeps the files that were sent to a page."""
+
 _MAX_ANSWERS = 16
 """Maximum number of answers that a page generates at a time."""
 
@@ -83,16 +87,17 @@ class PagePipeline:
 def open_page(pipeline: PagePipeline, host: str, port: int) -> Iterator[str]:
     """Serve the page of a pipeline while the block runs, and yield its URL.
 
+    A process has one page at a time, because a variable names the folder of files that it gets.
+
     Raises:
-        InferenceError: The pipeline is not available at its address.
         OSError: The page cannot listen on the address.
-        UserError: The address of the pipeline is invalid.
+        UserError: The address of the pipeline is invalid, or the pipeline is not available there.
     """
     with (
         Client(pipeline.name, pipeline.url, timeout_s=pipeline.timeout_s) as client,
         tempfile.TemporaryDirectory() as uploads,
     ):
-        os.environ["GRADIO_TEMP_DIR"] = uploads
+        os.environ[_UPLOADS] = os.path.realpath(uploads)
         # Where no event loop runs, Gradio makes several, and closes none.
         app = asyncio.run(_make_app(pipeline, client, host, port))
         server = uvicorn.Server(
@@ -114,9 +119,12 @@ def open_page(pipeline: PagePipeline, host: str, port: int) -> Iterator[str]:
 async def _make_app(
     pipeline: PagePipeline, client: Client, host: str, port: int
 ) -> fastapi.FastAPI:
+    page = _page(pipeline, client)
+    # Else Gradio reads every file of this machine that a request names (gradio 6.31).
+    page.has_launched = True
     app = gr.mount_gradio_app(
         fastapi.FastAPI(openapi_url=None),
-        _page(pipeline, client),
+        page,
         path="",
         server_name=host,
         server_port=port,
@@ -173,7 +181,10 @@ def _row_page(
     pipeline: PagePipeline, task: Task, client: Client, about: Mapping[str, Any]
 ) -> gr.Blocks:
     """Return the form of a task's inputs and parameters, with the answer and its times."""
-    config = client.interface()
+    try:
+        config = client.interface()
+    except InferenceError as error:
+        raise request_failure(pipeline.name, pipeline.url, error) from error
     names = [tensor.name for tensor in task.inputs]
     fields = [_field(tensor, task.view.kind) for tensor in task.inputs]
     if compares := task.view.kind == "vectors":
@@ -414,6 +425,8 @@ def _read_parameters(rules: Rules, given: Sequence[str | None]) -> dict[str, Any
 def _typed_input(tensor: Tensor, given: str | None) -> Any:
     """Return the value of an input; a wrong number stays text, because the error explains it."""
     if tensor.content in ("image", "bytes"):
+        if given and not Path(given).resolve().is_relative_to(os.environ[_UPLOADS]):
+            raise gr.Error(f"`{tensor.name}` must be a file that was sent to the page")
         return Path(given).read_bytes() if given else b""
     if tensor.dtype != "BYTES" or tensor.dims != (1,):
         with suppress(ValueError):
