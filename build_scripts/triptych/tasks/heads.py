@@ -267,6 +267,8 @@ class VocabularyHead(nn.Module):
     def forward(self, hidden: Tensor, rows: RowMembership) -> Tensor:
         """Return FP32 ``[B, vocabulary]`` for FP32 ``[R, N, H]``."""
         read = self.before(hidden, rows)
+        # Slots beyond a row's end repeat its first token, which changes no maximum.
+        read = torch.where(rows.member[:, :, None], read, read[:, :1])
         weight, bias = self.words.weight, self.words.bias
         tiles = []
         for start in range(0, len(weight), self.tile):

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from triptych.core.export.row_ops import collect, gather
+from triptych.runtime.packing import MULTIPLE
 
 
 class PackedBatch:
@@ -133,6 +134,19 @@ class PackedBatch:
         """Return token indices limited to the batch's last token: a row may have no token."""
         return torch.minimum(index, torch.full((), self.token_count - 1))
 
+    def row_max(self, tokens: Tensor) -> Tensor:
+        """Return the largest value of the tokens of each row, ``[B, K]`` for ``[T, K]``.
+
+        It is that of the row's tiles, so that short rows cost no more beside a long one.
+        """
+        of_tiles = gather(tokens, self.token_of_query, 0).amax(1)
+        # A tile has a multiple of this number of tokens.
+        begin = torch.arange(self.max_length)[None, ::MULTIPLE]
+        position = torch.minimum(begin, self._last[:, None])
+        tile = torch.div(position, self.tile_size, rounding_mode="trunc")
+        largest: Tensor = gather(of_tiles, self._first_tile[:, None] + tile, 0).amax(1)
+        return largest
+
     def key_bias(self, outside: float) -> Tensor:
         """Return the bias of the keys of each tile, FP32 ``[N, L]``.
 
@@ -174,6 +188,13 @@ class GatheredBatch:
         self.token_count = where.shape[0]
         # The exporter knows these sizes by the ids alone, which the model gets.
         self.row_count, self.max_length = padded_ids.shape
+
+    def row_max(self, tokens: Tensor) -> Tensor:
+        """Return the largest value of the tokens of each row, ``[B, K]`` for ``[T, K]``."""
+        inside = torch.arange(self.max_length)[None, :] < self.length
+        rows = gather(tokens, self.token_of_slot, 0)
+        lowest = torch.finfo(rows.dtype).min
+        return torch.where(inside[:, :, None], rows, lowest).amax(1)
 
 
 class Packed(NamedTuple):
@@ -251,6 +272,11 @@ class PackedOperations(TorchFunctionMode):
             # Packing is worth its cost here even if the operation before computed on padded rows.
             packed = self.gather(arguments[0])
             return self.spread(function(packed, *arguments[1:], **options), 1)
+        if function is Tensor.amax and arguments[1:] == (1,):
+            known = self.find(arguments[0])
+            if known is not None and known.axis == 1 and known.padded.dim() == 3:
+                with self.paused():
+                    return self.batch.row_max(known.packed[0])
         rule = RULES.get(function)
         called = TorchCall(function, arguments, options)
         if rule is not None and any(self.find(value) for value in called.operands):

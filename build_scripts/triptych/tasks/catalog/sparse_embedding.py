@@ -50,7 +50,6 @@ _PRODUCT_ERROR = Metric(
 
 
 def _head(context: HeadContext) -> nn.Module:
-    import torch
     from torch.nn import functional
 
     from triptych.tasks.heads import RowMembership, VocabularyHead, weighted
@@ -68,7 +67,7 @@ def _head(context: HeadContext) -> nn.Module:
         if is_sum:
             return weighted(rows.member.to(logits.dtype), weights(logits))
         # The largest weight is that of the largest logit: the function increases.
-        return weights(torch.where(rows.member[:, :, None], logits, 0.0).amax(dim=1))
+        return weights(logits.amax(1))
 
     return VocabularyHead(context.model, pooled, TILE)
 
