@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 
 from client_toy import Toy, expected, texts_of_many_lengths, wait_until
 from triptych.base.errors import UserError
-from triptych.client.bulk.jobs import BulkOptions
-from triptych.client.bulk.run import BulkProgress, run
-from triptych.client.rows import InputRow, send_rows
+from triptych.interface.bulk.jobs import BulkOptions
+from triptych.interface.bulk.run import BulkProgress, run
 from triptych.interface.cli import app
+from triptych.interface.cli.rows import InputRow, send_rows
 
 pytestmark = pytest.mark.server
 
@@ -134,7 +134,7 @@ def test_a_server_that_answers_no_row_ends_the_run(toy: Toy, tmp_path: Path) -> 
 
 
 COMMAND = """
-from triptych.client.bulk import run
+from triptych.interface.bulk import run
 from triptych.interface.cli import main
 run._PART_ROWS, run._PART_S = 100, 3600.0  # a part has 100 rows, however slow the machine is
 main()

@@ -16,8 +16,8 @@ import pytest
 
 from triptych.base.errors import UserError
 from triptych.client import PipelineConfig, PipelineFailedError
-from triptych.client.bulk.conversion import open_writer
-from triptych.client.bulk.formats import (
+from triptych.interface.bulk.conversion import open_writer
+from triptych.interface.bulk.formats import (
     ERROR,
     AnswerColumn,
     RowChunk,
@@ -25,9 +25,9 @@ from triptych.client.bulk.formats import (
     check_columns,
     name_columns,
 )
-from triptych.client.bulk.jobs import BatchLock, BatchSizeTuner, TensorSender
-from triptych.client.bulk.run import Parts, open_table
-from triptych.client.rows import InputRow, describe_answer, parse_parameters, read_input_rows
+from triptych.interface.bulk.jobs import BatchLock, BatchSizeTuner, TensorSender
+from triptych.interface.bulk.run import Parts, open_table
+from triptych.interface.cli.rows import InputRow, describe_answer, parse_parameters, read_input_rows
 
 
 def inputs_of(questions: list[InputRow]) -> list[dict[str, Any]]:

@@ -64,7 +64,7 @@ HEAVY = {
     "onnxruntime": {"base/onnx_", "core/precision/", "serving/backends"},
     "openvino": {"core/openvino.py"},
     "huggingface_hub": {"models/source.py"},
-    "pyarrow": {"client/bulk/parquet.py"},
+    "pyarrow": {"interface/bulk/parquet.py"},
     "sentence_transformers": {"core/gate/reference.py"},
     "opentelemetry": {"gateway/traces.py"},
     "starlette": {"gateway/app.py", "gateway/http.py"},

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
-from triptych.client.rows import plain_outputs, request_parameter
+from triptych.client.plain import plain_outputs, request_parameter
 from triptych.client.wire import Parameter
 from triptych.gateway.errors import OPENAI, ApiError, invalid
 from triptych.gateway.http import Body, Operation

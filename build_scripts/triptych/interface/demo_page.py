@@ -25,8 +25,9 @@ from triptych.base.formatting import amount, milliseconds, plain
 from triptych.base.tensors import Tensor
 from triptych.client import Client, Completion, Generation, InferenceError, StepStatistics
 from triptych.client.connection import is_loopback
-from triptych.client.rows import describe_answer, plain_outputs, request_parameter
+from triptych.client.plain import plain_outputs, request_parameter
 from triptych.client.server_info import request_failure
+from triptych.interface.cli.rows import describe_answer
 from triptych.tasks.task import Task, ViewKind
 
 MAX_EXAMPLES = 8

@@ -30,7 +30,7 @@ from triptych.interface.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from triptych.client.bulk.run import BulkProgress
+    from triptych.interface.bulk.run import BulkProgress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +180,7 @@ class RequestOptions:
     @property
     def limit_s(self) -> float:
         """Timeout of a request that does not belong to a file, in seconds."""
-        from triptych.client.rows import TIMEOUT_S
+        from triptych.interface.cli.rows import TIMEOUT_S
 
         return TIMEOUT_S if self.timeout_s is None else self.timeout_s
 
@@ -228,9 +228,9 @@ def _infer_file(
     as_json: bool,
 ) -> None:
     """Send the rows of a file, and write them with their answers."""
-    from triptych.client.bulk.jobs import BulkOptions
-    from triptych.client.bulk.run import run
-    from triptych.client.rows import read_constants
+    from triptych.interface.bulk.jobs import BulkOptions
+    from triptych.interface.bulk.run import run
+    from triptych.interface.cli.rows import read_constants
 
     if table.file is None:
         raise UserError(
@@ -266,7 +266,7 @@ def _infer_rows(
     name: str, rows: RowOptions, table: FileOptions, request: RequestOptions, *, as_json: bool
 ) -> None:
     """Send rows and print their answers."""
-    from triptych.client.rows import (
+    from triptych.interface.cli.rows import (
         describe_answer,
         find_row_types,
         parse_parameters,
@@ -309,7 +309,7 @@ def _infer_rows(
 def _generate(name: str, prompt: PromptOptions, request: RequestOptions, *, as_json: bool) -> None:
     """Print an answer while it is streamed, then token counts and times."""
     from triptych.client.generation import Completion
-    from triptych.client.rows import parse_sampling, stream_answer
+    from triptych.interface.cli.rows import parse_sampling, stream_answer
 
     began, first_s, last_s, chunks = time.monotonic(), 0.0, 0.0, []
     sampling = parse_sampling(request.parameters or ())
@@ -354,7 +354,7 @@ def _parse_columns(pairs: Sequence[str]) -> dict[str, str]:
 @contextmanager
 def _spooled(file: Path) -> Iterator[Path]:
     """Yield the file of rows; standard input as a copy, since it is read twice."""
-    from triptych.client.bulk.jobs import SPOOLED
+    from triptych.interface.bulk.jobs import SPOOLED
 
     if str(file) != "-":
         yield file
@@ -369,7 +369,7 @@ def _spooled(file: Path) -> Iterator[Path]:
 @contextmanager
 def _continued(out: Path) -> Iterator[None]:
     """Say how a run is continued that is interrupted in the block."""
-    from triptych.client.bulk.run import describe_stored
+    from triptych.interface.bulk.run import describe_stored
 
     try:
         with sigterm_as_interrupt():

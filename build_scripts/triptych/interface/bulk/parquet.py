@@ -11,7 +11,7 @@ import numpy as np
 
 from triptych.base.errors import UserError
 from triptych.base.extras import install_command
-from triptych.client.bulk.formats import AnswerColumn, Answers, RowChunk, Scan, Table
+from triptych.interface.bulk.formats import AnswerColumn, Answers, RowChunk, Scan, Table
 
 try:
     import pyarrow as pa

@@ -505,7 +505,7 @@ def answer_cell(column: AnswerColumn, value: Any) -> str:
 
 
 def _open_parquet(path: Path, _encoding: str) -> Table:
-    from triptych.client.bulk.parquet import Parquet
+    from triptych.interface.bulk.parquet import Parquet
 
     return Parquet(path)
 

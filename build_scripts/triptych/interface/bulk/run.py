@@ -22,8 +22,9 @@ from typing import IO, Any, NamedTuple
 from triptych.base.errors import UserError
 from triptych.base.files import os_errors_as_user_errors, sync, write_files
 from triptych.client import AsyncClient, InferenceError
-from triptych.client.bulk.conversion import OUTPUTS, open_writer
-from triptych.client.bulk.formats import (
+from triptych.client.server_info import request_failure
+from triptych.interface.bulk.conversion import OUTPUTS, open_writer
+from triptych.interface.bulk.formats import (
     ERROR,
     UTF_8,
     AnswerColumn,
@@ -36,7 +37,7 @@ from triptych.client.bulk.formats import (
     name_columns,
     open_rows,
 )
-from triptych.client.bulk.jobs import (
+from triptych.interface.bulk.jobs import (
     CHUNKS,
     BatchSizeTuner,
     BulkOptions,
@@ -46,7 +47,6 @@ from triptych.client.bulk.jobs import (
     TextSender,
     prepare,
 )
-from triptych.client.server_info import request_failure
 from triptych.spec.traffic import PARAMETERS
 
 

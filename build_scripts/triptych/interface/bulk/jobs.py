@@ -29,19 +29,18 @@ from triptych.client import (
     Retry,
     ServerUnreachableError,
 )
-from triptych.client.bulk.formats import ERROR, UTF_8, AnswerColumn, Answers, RowChunk, Scan
 from triptych.client.generation import encode_inputs
-from triptych.client.rows import (
+from triptych.client.plain import plain_outputs, request_parameter
+from triptych.client.streams import AsyncGeneration
+from triptych.client.wire import Parameter
+from triptych.interface.bulk.formats import ERROR, UTF_8, AnswerColumn, Answers, RowChunk, Scan
+from triptych.interface.cli.rows import (
     TIMEOUT_S,
     parse_parameter,
     parse_parameters,
     parse_sampling,
     parse_value,
-    plain_outputs,
-    request_parameter,
 )
-from triptych.client.streams import AsyncGeneration
-from triptych.client.wire import Parameter
 from triptych.spec.traffic import PARAMETERS
 
 Result = TypeVar("Result")

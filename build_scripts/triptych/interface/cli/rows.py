@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import yaml
-from numpy.typing import NDArray
 
 from triptych.base.errors import UserError
 from triptych.base.files import parse_yaml
@@ -23,9 +21,10 @@ from triptych.client import (
     PipelineConfig,
     Sampling,
 )
-from triptych.client.bulk.formats import UTF_8, JsonLines, PlainText, open_rows
+from triptych.client.plain import plain_outputs, request_parameter
 from triptych.client.server_info import request_failure
 from triptych.client.wire import Parameter
+from triptych.interface.bulk.formats import UTF_8, JsonLines, PlainText, open_rows
 from triptych.spec.traffic import PARAMETERS
 
 PlainOutputs = Mapping[str, object]
@@ -244,26 +243,6 @@ def stream_answer(
         raise request_failure(pipeline, url, error) from error
 
 
-def plain_outputs(
-    config: PipelineConfig, outputs: Mapping[str, NDArray[Any]]
-) -> dict[str, list[Any]]:
-    """Return every output, [rows, …], as plain values per row, in the order of the config."""
-    in_json = _outputs_in_json()
-    return {
-        name: _plain(outputs[name], single=dims == (1,), as_json=name in in_json)
-        for name, (_, dims) in config.outputs.items()
-        if name in outputs
-    }
-
-
-@functools.cache
-def _outputs_in_json() -> frozenset[str]:
-    from triptych.tasks.catalog import TASKS
-
-    tensors = (tensor for task in TASKS.values() for tensor in task.outputs)
-    return frozenset(tensor.name for tensor in tensors if tensor.content == "json")
-
-
 def describe_answer(answer: PlainOutputs) -> list[str]:
     """Return lines with the outputs of one row.
 
@@ -446,27 +425,6 @@ def _input_row(
                 remedy="Check the path and its permissions",
             ) from error
     return InputRow(inputs, " | ".join(map(str, row.values())), source)
-
-
-def request_parameter(value: object) -> Parameter | None:
-    """Return `value` in a type that a request supports; None if there is none."""
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return json.dumps(value, ensure_ascii=False)
-    return value if isinstance(value, bool | int | float | str) else None
-
-
-def _plain(values: Any, *, single: bool, as_json: bool) -> list[Any]:
-    rows: list[Any] = values.tolist()
-    if single:
-        rows = [row[0] for row in rows]
-    return [_parsed(row) for row in rows] if single and as_json else rows
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:  # a custom task's output of the same name
-        return text
 
 
 def _describe_list(name: str, values: Sequence[Any]) -> list[str]:

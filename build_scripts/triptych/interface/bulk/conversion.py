@@ -12,7 +12,7 @@ from typing import IO, Any
 import numpy as np
 
 from triptych.base.errors import UserError
-from triptych.client.bulk.formats import (
+from triptych.interface.bulk.formats import (
     ERROR,
     FORMATS,
     AnswerColumn,
@@ -52,7 +52,7 @@ def open_writer(
     if suffix == table.suffix:
         return table
     if suffix == ".parquet":
-        from triptych.client.bulk.parquet import ParquetWriter
+        from triptych.interface.bulk.parquet import ParquetWriter
 
         return ParquetWriter(table, scan.columns)
     if suffix == ".jsonl":

@@ -1,0 +1,53 @@
+"""Outputs and parameters of rows as plain values, which JSON can hold."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from numpy.typing import NDArray
+
+from triptych.client.wire import Parameter, PipelineConfig
+
+
+def plain_outputs(
+    config: PipelineConfig, outputs: Mapping[str, NDArray[Any]]
+) -> dict[str, list[Any]]:
+    """Return every output, [rows, …], as plain values per row, in the order of the config."""
+    in_json = _outputs_in_json()
+    return {
+        name: _plain(outputs[name], single=dims == (1,), as_json=name in in_json)
+        for name, (_, dims) in config.outputs.items()
+        if name in outputs
+    }
+
+
+@functools.cache
+def _outputs_in_json() -> frozenset[str]:
+    from triptych.tasks.catalog import TASKS
+
+    tensors = (tensor for task in TASKS.values() for tensor in task.outputs)
+    return frozenset(tensor.name for tensor in tensors if tensor.content == "json")
+
+
+def request_parameter(value: object) -> Parameter | None:
+    """Return `value` in a type that a request supports; None if there is none."""
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, bool | int | float | str) else None
+
+
+def _plain(values: Any, *, single: bool, as_json: bool) -> list[Any]:
+    rows: list[Any] = values.tolist()
+    if single:
+        rows = [row[0] for row in rows]
+    return [_parsed(row) for row in rows] if single and as_json else rows
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:  # a custom task's output of the same name
+        return text
