@@ -16,8 +16,7 @@ import pytest
 
 from triptych.base.errors import UserError
 from triptych.client import PipelineConfig, PipelineFailedError
-from triptych.interface.bulk.conversion import open_writer
-from triptych.interface.bulk.formats import (
+from triptych.interface.bulk.files import (
     ERROR,
     AnswerColumn,
     RowChunk,
@@ -27,6 +26,7 @@ from triptych.interface.bulk.formats import (
 )
 from triptych.interface.bulk.jobs import BatchLock, BatchSizeTuner, TensorSender
 from triptych.interface.bulk.run import Parts, open_table
+from triptych.interface.bulk.writers import open_writer
 from triptych.interface.cli.rows import InputRow, describe_answer, parse_parameters, read_input_rows
 
 
@@ -146,7 +146,7 @@ def answered(table: Table, out: Path, column: str, size: int = 2) -> list[Any]:
     """Every row gets the same answer, but those that are none; the texts that were read."""
     texts: list[Any] = []
     parts, done, failed = Parts(out), 0, 0
-    scan = table.scan([column])
+    scan = table.scan()
     writer = open_writer(table, scan, out, COLUMNS, json_cells=False)
     with parts.locked({}):
         for chunk in table.chunks({"text": column}, size, 0):
@@ -183,7 +183,7 @@ def test_cells_stay_as_they_are(tmp_path: Path, suffix: str, separator: str, end
         writer = csv.writer(file, delimiter=separator, lineterminator=end)
         writer.writerows([["id", "body", "n"], *rows])
     table = open_table(path, out)
-    assert tuple(table.scan(["body", "nope"])) == (3, {"body"}, ["id", "body", "n"])
+    assert tuple(table.scan()) == (3, ["id", "body", "n"])
     assert answered(table, out, "body") == [row[1] for row in rows]
     raw = out.read_bytes().decode()
     assert raw.startswith(separator.join(["id", "body", "n", "label", "score"]))
@@ -215,7 +215,7 @@ def test_objects_keep_their_bytes(tmp_path: Path) -> None:
     ]
     path.write_text("\n\n".join([*lines, "no json", "[1]", '{"parameters": 7}']))
     table = open_table(path, out)
-    assert table.scan(["text"]).rows == 6
+    assert table.scan().rows == 6
     assert answered(table, out, "text") == ["a", "😀", None, None, None, None]
     found = out.read_text(encoding="utf-8").splitlines()
     answer = '"label": ["ü", "b"], "score": 0.5, "entities": [{"a": 1}]}'
@@ -269,7 +269,7 @@ def test_a_file_that_is_none_is_a_mistake(tmp_path: Path) -> None:
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(UserError) as caught:
-            open_table(tmp_path / name, tmp_path / f"out{name[1:]}").scan([])
+            open_table(tmp_path / name, tmp_path / f"out{name[1:]}").scan()
         assert said in caught.value.message, name
     with pytest.raises(UserError, match=r"must end with .*\.parquet or \.npy"):
         open_table(tmp_path / "rows.csv", tmp_path / "out.txt")
@@ -278,7 +278,7 @@ def test_a_file_that_is_none_is_a_mistake(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="readable"):
         open_table(tmp_path / "nowhere.csv", tmp_path / "out.csv")
     (tmp_path / "rows.csv").write_text("id,texts\n1,a\n")
-    scan = open_table(tmp_path / "rows.csv", tmp_path / "out.csv").scan(["text"])
+    scan = open_table(tmp_path / "rows.csv", tmp_path / "out.csv").scan()
     with pytest.raises(
         UserError, match=r"Did you mean `texts`\? Give the column with --text-column"
     ):
@@ -349,11 +349,11 @@ def test_vectors_are_one_array(tmp_path: Path) -> None:
     path.write_text("a\nb\nc\n")
     vector = AnswerColumn("embedding", "embedding", np.float32, (0,))
     table = open_table(path, out)
-    scan = table.scan([])
+    scan = table.scan()
     writer = open_writer(table, scan, out, [vector], json_cells=False)
     answers: list[list[Any]] = [[None], [[1.0, 2.0]], [[3.0, 4.0]]]
     for number, answer in enumerate(answers):
-        chunk = RowChunk(number, 1, {}, ["a"])
+        chunk = RowChunk(number, 1, {}, [])
         part = writer.pack([writer.encode(chunk, [vector], {"embedding": answer})])
         (tmp_path / f"{number}").write_bytes(part)
     with out.open("wb") as file:
@@ -370,10 +370,10 @@ def test_vectors_are_one_array(tmp_path: Path) -> None:
 
 
 def test_answers_take_no_column_of_the_file() -> None:
-    names = [column.name for column in name_columns("p", COLUMNS, frozenset({"label", "error"}))]
+    names = [column.name for column in name_columns("p", COLUMNS, ["label", "error"])]
     assert names == ["p.label", "score", "entities", "p.error"]
     with pytest.raises(UserError, match=r"`score` and `p\.score`"):
-        name_columns("p", COLUMNS, frozenset({"score", "p.score"}))
+        name_columns("p", COLUMNS, ["score", "p.score"])
 
 
 def test_parts_are_of_one_run_and_no_row_is_in_two(tmp_path: Path) -> None:
@@ -446,7 +446,7 @@ def test_a_row_that_breaks_a_step_fails_no_row_of_a_chunk_beside(bad: set[int]) 
     client, lock = BrokenByOne(), BatchLock()
     sender = TensorSender(client, config, lock, Path())  # type: ignore[arg-type]  # a fake
     texts = ["break" if row in bad else f"t{row}" for row in range(32)]
-    chunks = [RowChunk(32 * at, 32, {"text": texts}, None) for at in range(3)]
+    chunks = [RowChunk(32 * at, 32, {"text": texts}, []) for at in range(3)]
 
     async def send_all() -> list[Any]:
         return await asyncio.gather(*map(sender.send, chunks))

@@ -33,7 +33,7 @@ from triptych.client.generation import encode_inputs
 from triptych.client.plain import plain_outputs, request_parameter
 from triptych.client.streams import AsyncGeneration
 from triptych.client.wire import Parameter
-from triptych.interface.bulk.formats import ERROR, UTF_8, AnswerColumn, Answers, RowChunk, Scan
+from triptych.interface.bulk.files import ERROR, UTF_8, AnswerColumn, Answers, RowChunk, Scan
 from triptych.interface.cli.rows import (
     TIMEOUT_S,
     parse_parameter,
@@ -412,7 +412,6 @@ class TensorJob:
     """Bulk job for a pipeline that returns tensors.
 
     Attributes:
-        inputs: Columns that may be read.
         outputs: Columns that are added, except that of errors.
     """
 
@@ -426,7 +425,6 @@ class TensorJob:
         self._optional = [name for name in config.row_types if name in config.options]
         if _PROMPT in config.options and not config.row_types:
             self._optional.append(_PROMPT)
-        self.inputs = [*self._columns.values(), *self._optional]
         self.outputs = [
             AnswerColumn(name, name, dtype, dims) for name, (dtype, dims) in config.outputs.items()
         ]
@@ -435,7 +433,7 @@ class TensorJob:
 
     def wanted(self, scan: Scan) -> dict[str, str]:
         """Return the column by input that is read of a row, with the optional ones of the file."""
-        found = [name for name in self._optional if name in scan.names]
+        found = [name for name in self._optional if name in scan.columns]
         return {**self._columns, **dict(zip(found, found, strict=True))}
 
     async def open_sender(self, size: int, stack: AsyncExitStack) -> TensorSender:
@@ -478,7 +476,7 @@ class TextJob:
     """Bulk job for a pipeline that generates text from prompts or conversations.
 
     Attributes:
-        inputs, outputs: See `TensorJob`.
+        outputs: See `TensorJob`.
     """
 
     def __init__(self, options: BulkOptions, _config: PipelineConfig) -> None:
@@ -495,14 +493,13 @@ class TextJob:
         self._slots = asyncio.Semaphore(_MAX_TEXT_REQUESTS)
         named = options.columns.get("text")
         self._prompts = _PROMPTS if named is None else (named,)
-        self.inputs = [*self._prompts, _MESSAGES, _SAMPLING]
         self.outputs = _TEXT_COLUMNS
         self.batch_sizes = BatchSizeTuner(1)
         self.chunk_rows = _TEXT_CHUNK_ROWS
 
     def wanted(self, scan: Scan) -> dict[str, str]:
-        prompts = [name for name in self._prompts if name in scan.names]
-        wanted = {name: name for name in (_MESSAGES, _SAMPLING) if name in scan.names}
+        prompts = [name for name in self._prompts if name in scan.columns]
+        wanted = {name: name for name in (_MESSAGES, _SAMPLING) if name in scan.columns}
         if prompts or _MESSAGES not in wanted or "text" in self._options.columns:
             wanted["text"] = (*prompts, self._prompts[-1])[0]
         return wanted

@@ -23,16 +23,13 @@ from triptych.base.errors import UserError
 from triptych.base.files import os_errors_as_user_errors, sync, write_files
 from triptych.client import AsyncClient, InferenceError
 from triptych.client.server_info import request_failure
-from triptych.interface.bulk.conversion import OUTPUTS, open_writer
-from triptych.interface.bulk.formats import (
+from triptych.interface.bulk.files import (
     ERROR,
     UTF_8,
     AnswerColumn,
     Answers,
     RowChunk,
     Table,
-    Writer,
-    beside,
     check_columns,
     name_columns,
     open_rows,
@@ -47,6 +44,7 @@ from triptych.interface.bulk.jobs import (
     TextSender,
     prepare,
 )
+from triptych.interface.bulk.writers import OUTPUTS, Writer, open_writer
 from triptych.spec.traffic import PARAMETERS
 
 
@@ -248,7 +246,7 @@ class _Run:
     ) -> None:
         self._options = options
         self._table = table
-        self._writer: Writer = table
+        self._writer: Writer
         self._parts = parts
         self._report = report
         self._encoded: list[Any] = []
@@ -261,16 +259,14 @@ class _Run:
             config = await client.interface(timeout_s=options.timeout_s)
             job = (TextJob if config.generates else TensorJob)(options, config)
             outputs = [*job.outputs, AnswerColumn(ERROR, ERROR)]
-            names = [n for o in outputs for n in (o.name, beside(options.pipeline, o.name))]
-            also = options.parameter_columns.values()
-            scan = self._table.scan([*job.inputs, *names, *also])
+            scan = self._table.scan()
             wanted = job.wanted(scan)
             given = {f"{PARAMETERS}.{key}": name for key, name in options.parameter_columns.items()}
             check_columns({**wanted, **given}, scan, options.file)
             self._writer = open_writer(
                 self._table, scan, options.out, job.outputs, json_cells=options.json_cells
             )
-            columns = name_columns(options.pipeline, outputs, scan.names)
+            columns = name_columns(options.pipeline, outputs, scan.columns)
             senders = {size: await job.open_sender(size, stack) for size in job.batch_sizes.sizes}
             with self._parts.locked(options.identity()):
                 read = self._table.chunks(

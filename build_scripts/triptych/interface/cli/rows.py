@@ -24,7 +24,7 @@ from triptych.client import (
 from triptych.client.plain import plain_outputs, request_parameter
 from triptych.client.server_info import request_failure
 from triptych.client.wire import Parameter
-from triptych.interface.bulk.formats import UTF_8, JsonLines, PlainText, open_rows
+from triptych.interface.bulk.files import UTF_8, JsonLines, PlainText, open_rows
 from triptych.spec.traffic import PARAMETERS
 
 PlainOutputs = Mapping[str, object]

@@ -1,45 +1,57 @@
-"""Writers of rows in another format than that of the file that was read."""
+"""Writers of rows with their results: parts first, then the whole file."""
 
 from __future__ import annotations
 
 import base64
+import csv
 import io
 import json
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import numpy as np
 
 from triptych.base.errors import UserError
-from triptych.interface.bulk.formats import (
+from triptych.interface.bulk.files import (
     ERROR,
-    FORMATS,
     AnswerColumn,
     Answers,
+    Delimited,
+    Row,
     RowChunk,
     Scan,
     Table,
-    Writer,
-    answer_cell,
-    cell_of,
-    copy_parts,
-    encode_cells,
-    encode_text,
-    read_parts,
 )
 
 VECTORS = ".npy"
-OUTPUTS = (*FORMATS, VECTORS)
+OUTPUTS = (".csv", ".tsv", ".jsonl", ".parquet", VECTORS)
 """Extensions of files that can be written."""
 MAX_CELL_NUMBERS = 16
 """Maximum number of numbers of one output in a cell, unless JSON in cells is asked for."""
 
 
+class Writer(Protocol):
+    """Writer of the rows of a file with their results; parts first, then the whole file."""
+
+    def encode(self, chunk: RowChunk, columns: Sequence[AnswerColumn], answers: Answers) -> Any:
+        """Return `chunk` with its results in a form that `pack` takes."""
+
+    def pack(self, encoded: Sequence[Any]) -> bytes:
+        """Return the content of a part."""
+
+    def join(self, parts: Sequence[Path], columns: Sequence[AnswerColumn], out: IO[bytes]) -> None:
+        """Write the whole file from its parts; the last column of parts is that of errors.
+
+        Without a column of errors in `columns`, that of the parts is left out.
+        """
+
+
 def open_writer(
     table: Table, scan: Scan, out: Path, outputs: Sequence[AnswerColumn], *, json_cells: bool
 ) -> Writer:
-    """Return the writer of a run: the file's own format, or a conversion.
+    """Return the writer of the format of `out`.
 
     Raises:
         UserError: The format of `out` cannot hold the outputs.
@@ -49,15 +61,15 @@ def open_writer(
         _check_cells(out, outputs)
     if suffix == VECTORS:
         return VectorWriter(outputs)
-    if suffix == table.suffix:
-        return table
     if suffix == ".parquet":
         from triptych.interface.bulk.parquet import ParquetWriter
 
         return ParquetWriter(table, scan.columns)
     if suffix == ".jsonl":
-        return JsonWriter(table)
-    return DelimitedWriter(table, scan.columns, "\t" if suffix == ".tsv" else ",")
+        return JsonWriter()
+    if isinstance(table, Delimited) and table.suffix == suffix:
+        return DelimitedWriter(scan.columns, table.separator, table.line_end)
+    return DelimitedWriter(scan.columns, "\t" if suffix == ".tsv" else ",", "\n")
 
 
 def _check_cells(out: Path, outputs: Sequence[AnswerColumn]) -> None:
@@ -75,7 +87,14 @@ def _check_cells(out: Path, outputs: Sequence[AnswerColumn]) -> None:
             )
 
 
-def plain_value(value: Any) -> Any:
+def rows_of(chunk: RowChunk) -> Sequence[Row]:
+    """Return the rows of a chunk."""
+    if isinstance(chunk.original, Sequence):
+        return chunk.original
+    return [Row(values) for values in chunk.original.to_pylist()]
+
+
+def plain_value(value: object) -> object:
     """Return a value of a row for JSON: bytes in base64, times and decimals as text."""
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
@@ -86,51 +105,83 @@ def plain_value(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
-class JsonWriter:
-    """Rows of another format as JSON objects, with their results."""
+def _encode_text(text: str) -> bytes:
+    """Return text as UTF-8; what is no text, such as a byte of another encoding, is escaped."""
+    return text.encode("utf-8", "backslashreplace")
 
-    def __init__(self, table: Table) -> None:
-        self._table = table
+
+class _TextWriter:
+    def pack(self, encoded: Sequence[bytes]) -> bytes:
+        return b"".join(encoded)
+
+    def join(self, parts: Sequence[Path], columns: Sequence[AnswerColumn], out: IO[bytes]) -> None:
+        for path in parts:
+            with path.open("rb") as part:
+                shutil.copyfileobj(part, out)
+
+
+class JsonWriter(_TextWriter):
+    """JSON objects; those of the file are written unchanged, with results before their brace."""
 
     def encode(self, chunk: RowChunk, columns: Sequence[AnswerColumn], answers: Answers) -> bytes:
         lines = []
-        for row, values in enumerate(self._table.values(chunk)):
-            results = {column.name: answers[column.output][row] for column in columns}
-            given = {name: value for name, value in results.items() if value is not None}
-            lines.append(json.dumps({**plain_value(values), **given}, ensure_ascii=False) + "\n")
-        return encode_text("".join(lines))
-
-    def pack(self, encoded: Sequence[bytes]) -> bytes:
-        return b"".join(encoded)
-
-    def join(self, parts: Sequence[Path], columns: Sequence[AnswerColumn], out: IO[bytes]) -> None:
-        copy_parts(parts, out)
+        for index, row in enumerate(rows_of(chunk)):
+            results = {column.name: answers[column.output][index] for column in columns}
+            results = {name: value for name, value in results.items() if value is not None}
+            own = row.line or json.dumps(plain_value(row.values), ensure_ascii=False)
+            inner = own.strip()[1:-1].strip()
+            answer = json.dumps(results, ensure_ascii=False)[1:]
+            lines.append(f"{{{inner}{', ' if inner and results else ''}{answer}\n")
+        return _encode_text("".join(lines))
 
 
-class DelimitedWriter:
-    """Rows of another format as a table with a header; values that are no text become JSON."""
+class DelimitedWriter(_TextWriter):
+    """A table with a header; values that are no text become JSON."""
 
-    def __init__(self, table: Table, names: Sequence[str], separator: str) -> None:
-        self._table = table
-        self._names = names
-        self._separator = separator
+    def __init__(self, names: Sequence[str], separator: str, line_end: str) -> None:
+        self._names, self._separator, self._line_end = names, separator, line_end
 
     def encode(self, chunk: RowChunk, columns: Sequence[AnswerColumn], answers: Answers) -> bytes:
-        rows = []
-        for row, values in enumerate(self._table.values(chunk)):
-            own = [cell_of(plain_value(values.get(name))) for name in self._names]
-            results = [answer_cell(column, answers[column.output][row]) for column in columns]
-            rows.append([*own, *results])
-        return encode_cells(rows, self._separator)
-
-    def pack(self, encoded: Sequence[bytes]) -> bytes:
-        return b"".join(encoded)
+        width, rows = len(self._names), []
+        for index, row in enumerate(rows_of(chunk)):
+            own = list(row.cells) or [_cell(plain_value(row.values.get(n))) for n in self._names]
+            own += [""] * (width - len(own))
+            results = [_answer_cell(column, answers[column.output][index]) for column in columns]
+            # Surplus cells come last, so that they do not shift the results.
+            rows.append([*own[:width], *results, *own[width:]])
+        return self._write(rows)
 
     def join(self, parts: Sequence[Path], columns: Sequence[AnswerColumn], out: IO[bytes]) -> None:
         header = [*self._names, *(column.name for column in columns)]
-        out.write(encode_cells([header], self._separator))
-        for rows in read_parts(parts, self._separator, len(header)):
-            out.write(encode_cells(rows, self._separator))
+        out.write(self._write([header]))
+        if columns[-1].output == ERROR:
+            super().join(parts, columns, out)
+            return
+        for path in parts:
+            out.write(self._write(row[: len(header)] for row in self._read(path)))
+
+    def _read(self, path: Path) -> Iterator[list[str]]:
+        with path.open(encoding="utf-8", newline="") as file:
+            yield from csv.reader(file, delimiter=self._separator, strict=True)
+
+    def _write(self, rows: Iterable[Sequence[str]]) -> bytes:
+        text = io.StringIO()
+        csv.writer(text, delimiter=self._separator, lineterminator=self._line_end).writerows(rows)
+        return _encode_text(text.getvalue())
+
+
+def _cell(value: object) -> str:
+    """Return a value as the text of a cell; lists and objects as JSON."""
+    if value is None or value == []:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _answer_cell(column: AnswerColumn, value: object) -> str:
+    """Return an answer as the text of a cell; a list of one label or number as this value."""
+    if column.dims != (1,) and isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    return _cell(value)
 
 
 class VectorWriter:
