@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import IO, TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -110,7 +110,7 @@ class Table(Protocol):
         """Yield the rows after the first `skip` in chunks; `wanted` has the column by input."""
 
 
-Answers = Mapping[str, Sequence[Any]]
+Answers = Mapping[str, Sequence[object]]
 """Plain value of each row by output, None for none; includes `ERROR`."""
 
 
@@ -209,7 +209,7 @@ class _TextTable:
         self._encoding = encoding
 
     def scan(self) -> Scan:
-        rows, columns = 0, dict.fromkeys(self._header())
+        rows, columns = 0, dict[str, None]()
         for rows, row in enumerate(self.rows(), 1):  # noqa: B007
             if not row.fault:
                 columns |= dict.fromkeys(row.values)
@@ -229,9 +229,6 @@ class _TextTable:
     def rows(self) -> Iterator[Row]:
         """Yield the rows of the file."""
         raise NotImplementedError
-
-    def _header(self) -> Sequence[str]:
-        return ()
 
     def _parameters(self, rows: Sequence[Row]) -> Sequence[Mapping[str, object]]:
         """Return the request parameters of rows."""
@@ -287,7 +284,7 @@ class JsonLines(_TextTable):
     def _is_blank(self, line: str) -> bool:
         return not line.strip()
 
-    def parse(self, line: str) -> dict[str, Any]:
+    def parse(self, line: str) -> dict[str, object]:
         """Return the values in a line.
 
         Raises:
@@ -316,7 +313,7 @@ class PlainText(JsonLines):
     def _is_blank(self, line: str) -> bool:
         return False
 
-    def parse(self, line: str) -> dict[str, Any]:
+    def parse(self, line: str) -> dict[str, object]:
         check_decoded(line, self._encoding)
         return {"text": line}
 
@@ -363,8 +360,8 @@ class Delimited(_TextTable):
         for cells in islice(self._cells(), 1, None):
             yield Row(dict(zip(self._names, cells, strict=False)), self._fault(cells), cells=cells)
 
-    def _header(self) -> Sequence[str]:
-        return self._names
+    def scan(self) -> Scan:
+        return Scan(sum(1 for _ in self._cells()) - 1, self._names)
 
     def _fault(self, cells: Sequence[str]) -> str:
         width = len(self._names)

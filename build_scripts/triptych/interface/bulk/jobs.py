@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -44,7 +44,7 @@ from triptych.interface.cli.rows import (
 from triptych.spec.traffic import PARAMETERS
 
 Result = TypeVar("Result")
-RowResult = Mapping[str, Any] | InferenceError
+RowResult = Mapping[str, object] | InferenceError
 EmptyCells = Literal["send", "skip", "refuse"]
 SPOOLED = "triptych-stdin-"
 """Start of the name of the folder that holds a copy of standard input."""
@@ -302,7 +302,9 @@ class TensorSender:
                     groups.setdefault(self._key(own, rows[row]), []).append(row)
                 except ValueError as error:
                     errors[row] = str(error)
-        answers: dict[str, list[Any]] = {name: [None] * chunk.count for name in self.config.outputs}
+        answers: dict[str, list[object]] = {
+            name: [None] * chunk.count for name in self.config.outputs
+        }
         sent, first_error = 0, None
         for key, indexes in groups.items():
             parameters = json.loads(key)[0]
@@ -318,10 +320,10 @@ class TensorSender:
             raise first_error
         return {**answers, ERROR: [error or None for error in errors]}
 
-    def _read(self, chunk: RowChunk, errors: list[str | None]) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = []
+    def _read(self, chunk: RowChunk, errors: list[str | None]) -> list[dict[str, object]]:
+        rows: list[dict[str, object]] = []
         for row in range(chunk.count):
-            own = dict(self.constants)
+            own: dict[str, object] = dict(self.constants)
             try:
                 if errors[row] is None:
                     for name, column in chunk.columns.items():
@@ -333,7 +335,7 @@ class TensorSender:
             rows.append(own)
         return rows
 
-    def _value(self, name: str, value: object) -> Any:
+    def _value(self, name: str, value: object) -> object:
         kind = self.config.row_types.get(name)
         if kind not in (None, "bytes"):
             return parse_value(value, kind) if isinstance(value, str) else value
@@ -525,7 +527,7 @@ class TextSender:
 
     client: AsyncClient
     slots: asyncio.Semaphore
-    parameters: Mapping[str, Any]
+    parameters: Mapping[str, object]
     timeout_s: float
 
     async def send(self, chunk: RowChunk) -> Answers:
@@ -588,7 +590,7 @@ class TextSender:
         return encode_inputs(prompt or "", messages, {**self.parameters, **sampling, **own})  # type: ignore[typeddict-item]
 
 
-def _data(name: str, value: object) -> Any:
+def _data(name: str, value: object) -> object:
     """Return the plain data of a cell, which some formats store as JSON."""
     if not isinstance(value, str):
         return value

@@ -199,7 +199,7 @@ class BulkProgress:
         """Rows per second of this run."""
         return (self.done - self.earlier) / self.seconds if self.seconds else 0.0
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return plain data, for ``--json``."""
         return {**asdict(self), "rows_per_s": round(self.rows_per_s, 1)}
 

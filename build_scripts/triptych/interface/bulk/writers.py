@@ -206,10 +206,10 @@ class VectorWriter:
 
     def encode(
         self, chunk: RowChunk, columns: Sequence[AnswerColumn], answers: Answers
-    ) -> list[Any]:
+    ) -> list[object]:
         return list(answers[self._output.output])
 
-    def pack(self, encoded: Sequence[list[Any]]) -> bytes:
+    def pack(self, encoded: Sequence[list[object]]) -> bytes:
         rows = [row for chunk in encoded for row in chunk]
         dtype = np.dtype(self._output.dtype)
         known = next((np.asarray(row, dtype) for row in rows if row is not None), None)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import TypeVar, cast
 
 import yaml
 
@@ -27,6 +27,7 @@ from triptych.client.wire import Parameter
 from triptych.interface.bulk.files import UTF_8, JsonLines, PlainText, open_rows
 from triptych.spec.traffic import PARAMETERS
 
+Value = TypeVar("Value")
 PlainOutputs = Mapping[str, object]
 """Outputs of one row by name, as JSON values."""
 
@@ -40,7 +41,7 @@ _MAX_NUMBERS = 6
 class InputRow:
     """A row to send: text, the bytes of a file, or a number or list of a typed input."""
 
-    inputs: dict[str, Any]
+    inputs: dict[str, object]
     shown: str
     """Inputs as the user gave them; an image by its path."""
     source: str = ""
@@ -121,7 +122,8 @@ def read_constants(
     Raises:
         UserError: An option is given twice, or an image cannot be read.
     """
-    return _input_row(_single_values(_columns(texts, pairs, images)), Path()).inputs
+    inputs = _input_row(_single_values(_columns(texts, pairs, images)), Path()).inputs
+    return {name: value for name, value in inputs.items() if isinstance(value, str | bytes)}
 
 
 def _columns(
@@ -178,9 +180,9 @@ def parse_sampling(pairs: Sequence[str]) -> Sampling:
 
 
 def _parse_pairs(
-    pairs: Sequence[str], convert: Callable[[str], Any], rule: str, example: str
-) -> dict[str, Any]:
-    parsed = {}
+    pairs: Sequence[str], convert: Callable[[str], Value | None], rule: str, example: str
+) -> dict[str, Value]:
+    parsed = dict[str, Value]()
     for pair in pairs:
         key, _, text = pair.partition("=")
         try:
@@ -310,7 +312,9 @@ def _check_inputs(pipeline: str, config: PipelineConfig, rows: Sequence[InputRow
         )
 
 
-def _typed_values(row: Mapping[str, str], types: Mapping[str, str], source: str) -> dict[str, Any]:
+def _typed_values(
+    row: Mapping[str, str], types: Mapping[str, str], source: str
+) -> dict[str, object]:
     """Return the values of options or of cells, with numbers and lists of typed inputs as YAML.
 
     Raises:
@@ -327,7 +331,7 @@ def _typed_values(row: Mapping[str, str], types: Mapping[str, str], source: str)
     return typed
 
 
-def parse_value(text: str, kind: str) -> Any:
+def parse_value(text: str, kind: str) -> object:
     """Return the value of an option or of a cell for an input of a declared type.
 
     Raises:
@@ -375,7 +379,7 @@ def _read_objects(
 
 def _parse_object(
     table: JsonLines, line: str, source: str, types: Mapping[str, str]
-) -> tuple[dict[str, Any], dict[str, Parameter]]:
+) -> tuple[dict[str, object], dict[str, Parameter]]:
     try:
         row = table.parse(line)
     except ValueError as error:
@@ -396,7 +400,7 @@ def _parse_object(
                 remedy='Write for example {"text": "hello"}, or keep other columns with --out',
             )
     parameters = {}
-    for name, value in own.items():
+    for name, value in own.items() if isinstance(own, dict) else ():
         if (parameter := request_parameter(value)) is None:
             raise UserError(
                 f"{source}: {PARAMETERS}.{name}",
@@ -409,14 +413,17 @@ def _parse_object(
 
 
 def _input_row(
-    row: Mapping[str, Any], folder: Path, source: str = "", types: Mapping[str, str] | None = None
+    row: Mapping[str, object],
+    folder: Path,
+    source: str = "",
+    types: Mapping[str, str] | None = None,
 ) -> InputRow:
     inputs = dict(row)
     for name in row:
         if (types or {_IMAGE: "bytes"}).get(name) != "bytes":
             continue
         try:
-            inputs[name] = (folder / row[name]).read_bytes()
+            inputs[name] = (folder / str(row[name])).read_bytes()
         except (OSError, ValueError) as error:
             raise UserError(
                 source or _option(name),
@@ -427,11 +434,12 @@ def _input_row(
     return InputRow(inputs, " | ".join(map(str, row.values())), source)
 
 
-def _describe_list(name: str, values: Sequence[Any]) -> list[str]:
+def _describe_list(name: str, values: Sequence[object]) -> list[str]:
     if not values:
         return []
-    if all(isinstance(value, dict) for value in values):
-        return [f"{name}:", *(f"  {_side_by_side(value)}" for value in values)]
+    objects = [value for value in values if isinstance(value, dict)]
+    if len(objects) == len(values):
+        return [f"{name}:", *(f"  {_side_by_side(value)}" for value in objects)]
     start = ", ".join(map(_show, values[:_MAX_NUMBERS]))
     if len(values) <= _MAX_NUMBERS:
         return [f"{name}: [{start}]"]
