@@ -19,7 +19,7 @@ try:
     import pyarrow.parquet as pq
 except ImportError as error:
     raise UserError(
-        "--file",
+        "--file, --out",
         "must be .csv, .tsv or .jsonl where pyarrow is not installed",
         given=error,
         remedy=f"Run `{install_command('parquet')}`",
