@@ -15,15 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NamedTuple, Protocol
+from typing import IO, NamedTuple, Protocol
 
 import numpy as np
 
 from triptych.base.errors import UserError, closest
 from triptych.spec.traffic import PARAMETERS
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 ERROR = "error"
 """Column with the reason why a row has no result."""
@@ -45,7 +42,7 @@ class AnswerColumn(NamedTuple):
     dims: tuple[int, ...] = (1,)
 
 
-class Row(NamedTuple):
+class FileRow(NamedTuple):
     """A row of a file.
 
     Attributes:
@@ -59,6 +56,13 @@ class Row(NamedTuple):
     fault: str = ""
     line: str = ""
     cells: Sequence[str] = ()
+
+
+class TypedRows(Protocol):
+    """Rows with columns of any type: a RecordBatch of pyarrow."""
+
+    def to_pylist(self) -> list[dict[str, object]]:
+        """Return the values of each row by column."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class RowChunk:
     first: int
     count: int
     columns: Mapping[str, Sequence[object]]
-    original: Sequence[Row] | pa.RecordBatch
+    original: Sequence[FileRow] | TypedRows
     faults: Mapping[int, str] = field(default_factory=dict)
     parameters: Sequence[Mapping[str, object]] = ()
 
@@ -226,11 +230,11 @@ class _TextTable:
             yield RowChunk(skip, len(batch), columns, batch, faults, self._parameters(batch))
             skip += len(batch)
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[FileRow]:
         """Yield the rows of the file."""
         raise NotImplementedError
 
-    def _parameters(self, rows: Sequence[Row]) -> Sequence[Mapping[str, object]]:
+    def _parameters(self, rows: Sequence[FileRow]) -> Sequence[Mapping[str, object]]:
         """Return the request parameters of rows."""
         return ()
 
@@ -257,19 +261,19 @@ class _TextTable:
 class JsonLines(_TextTable):
     """Rows as JSON objects; empty lines are none."""
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[FileRow]:
         for _, line in self.lines():
             try:
                 values = self.parse(line)
             except ValueError as error:
-                yield Row({"line": line}, str(error))
+                yield FileRow({"line": line}, str(error))
                 continue
             own, fault = values.get(PARAMETERS, {}), ""
             if not isinstance(own, dict):
                 fault = f"`{PARAMETERS}` must be an object. Given: {own!r:.80}"
-            yield Row(values, fault, line)
+            yield FileRow(values, fault, line)
 
-    def _parameters(self, rows: Sequence[Row]) -> Sequence[Mapping[str, object]]:
+    def _parameters(self, rows: Sequence[FileRow]) -> Sequence[Mapping[str, object]]:
         given = (row.values.get(PARAMETERS) for row in rows)
         return [own if isinstance(own, dict) else {} for own in given]
 
@@ -303,12 +307,12 @@ class JsonLines(_TextTable):
 class PlainText(JsonLines):
     """One text per line, also for empty lines; written as JSON objects with `text`."""
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[FileRow]:
         for _, line in self.lines():
             try:
-                yield Row(self.parse(line))
+                yield FileRow(self.parse(line))
             except ValueError as error:
-                yield Row({"line": line}, str(error))
+                yield FileRow({"line": line}, str(error))
 
     def _is_blank(self, line: str) -> bool:
         return False
@@ -356,9 +360,11 @@ class Delimited(_TextTable):
                 remedy="Fix the first line",
             )
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[FileRow]:
         for cells in islice(self._cells(), 1, None):
-            yield Row(dict(zip(self._names, cells, strict=False)), self._fault(cells), cells=cells)
+            yield FileRow(
+                dict(zip(self._names, cells, strict=False)), self._fault(cells), cells=cells
+            )
 
     def scan(self) -> Scan:
         return Scan(sum(1 for _ in self._cells()) - 1, self._names)

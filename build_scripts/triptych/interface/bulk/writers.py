@@ -19,7 +19,7 @@ from triptych.interface.bulk.files import (
     AnswerColumn,
     Answers,
     Delimited,
-    Row,
+    FileRow,
     RowChunk,
     Scan,
     Table,
@@ -87,11 +87,11 @@ def _check_cells(out: Path, outputs: Sequence[AnswerColumn]) -> None:
             )
 
 
-def rows_of(chunk: RowChunk) -> Sequence[Row]:
+def rows_of(chunk: RowChunk) -> Sequence[FileRow]:
     """Return the rows of a chunk."""
     if isinstance(chunk.original, Sequence):
         return chunk.original
-    return [Row(values) for values in chunk.original.to_pylist()]
+    return [FileRow(values) for values in chunk.original.to_pylist()]
 
 
 def plain_value(value: object) -> object:
