@@ -12,9 +12,9 @@ from openai.types.chat import completion_create_params as chat_params
 from pydantic import ValidationError
 
 from triptych.gateway.chat import ChatMessage, ChatRequest, CompletionRequest
+from triptych.gateway.cohere import CohereEmbedRequest, RerankRequest
 from triptych.gateway.http import Body
 from triptych.gateway.openai import EmbeddingRequest
-from triptych.gateway.rerank import RerankRequest
 from triptych.gateway.tei import EmbedRequest, PredictRequest, TeiRerankRequest, TokenizeRequest
 from triptych.gateway.tools import CallSplitter, Tool, choose_tools
 
@@ -146,6 +146,17 @@ def test_a_rerank_request_may_have_the_fields_of_cohere() -> None:
     for other in ({"rank_fields": ["title"]}, {"priority": 1}, {"max_chunks_per_doc": 2}):
         with pytest.raises(ValidationError):
             RerankRequest.model_validate(words | other)
+
+
+def test_an_embed_request_may_have_the_fields_of_cohere() -> None:
+    words = {"model": "a", "texts": ["b"]}
+    usual = {"embedding_types": [], "priority": 0, "truncate": "END", "images": [], "inputs": []}
+    for name in (*usual, "input_type", "max_tokens", "output_dimension"):
+        assert CohereEmbedRequest.model_validate(words | {name: None})
+    assert CohereEmbedRequest.model_validate(words | usual)
+    for other in ({"priority": 1}, {"truncate": "START"}, {"embedding_types": ["int4"]}):
+        with pytest.raises(ValidationError):
+            CohereEmbedRequest.model_validate(words | other)
 
 
 def test_unknown_fields_are_ignored_where_tei_ignores_them() -> None:

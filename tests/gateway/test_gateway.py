@@ -1,6 +1,7 @@
 """The gateway beside a real server, with the unchanged `openai` client and plain HTTP."""
 
 import asyncio
+import base64
 import json
 import re
 import signal
@@ -176,6 +177,54 @@ def test_rerank_apis_sort_as_the_grpc_client_does(
     assert wrong.json()["message"].startswith("`documents[1]` must have at most ")
 
 
+def test_cohere_embeds_each_type_as_the_grpc_client_does(
+    served: dict[str, Any], http: httpx2.Client
+) -> None:
+    texts = TEXTS[:7]
+    body = {"model": "minilm", "texts": texts, "input_type": "search_query"}
+    with Client("minilm", served["grpc"]) as client:
+        wanted = {
+            kind: client.embed(texts, prompt="query", encoding=kind)
+            for kind in ("float", "int8", "uint8", "binary", "ubinary")
+        }
+
+    def embed(path: str = "/v2/embed", **fields: Any) -> Any:
+        return http.post(path, json=body | fields).json()
+
+    for path in ("/v2/embed", "/v1/embed"):
+        for kinds in (["binary"], ["int8", "ubinary"], ["ubinary", "float"], [*wanted]):
+            made = embed(path, embedding_types=kinds)
+            assert list(made["embeddings"]) == kinds
+            assert made["response_type"] == "embeddings_by_type"
+            for kind in kinds:
+                vectors = np.array(made["embeddings"][kind])
+                assert vectors.shape == wanted[kind].shape
+                if kind == "float":
+                    assert np.abs(vectors - wanted[kind]).max() < 1e-5
+                else:  # an element near a border may fall on its other side
+                    assert (vectors == wanted[kind]).mean() > 0.99
+    plain = embed("/v1/embed", truncate="NONE", max_tokens=100_000)
+    assert plain["response_type"] == "embeddings_floats"
+    assert plain["texts"] == texts
+    assert np.abs(np.array(plain["embeddings"]) - wanted["float"]).max() < 1e-5
+    made = embed(output_dimension=64, embedding_types=["base64", "float"])["embeddings"]
+    (first, *_), (short, *_) = made["base64"], made["float"]
+    assert np.frombuffer(base64.b64decode(first), "<f4").tolist() == pytest.approx(short)
+    for fields, message in (
+        ({"texts": None, "images": ["data:image/png;base64,"]}, "`images` is not supported"),
+        ({"inputs": [{"content": []}]}, "`inputs` is not supported"),
+        ({"texts": []}, "`texts`"),
+        ({"texts": ["a", "b" * 200_000]}, "texts[1]: "),
+        ({"texts": ["a", "refund " * 2000], "truncate": "NONE"}, "texts[1]: "),
+        ({"truncate": "START"}, "`truncate`"),
+        ({"input_type": "poem"}, "`input_type` is no prompt"),
+        ({"max_tokens": 3}, "`max_tokens` must not be below"),
+        ({"embedding_types": ["int4"]}, "`embedding_types[0]`"),
+        ({"model": "ranks"}, "`model` must name a pipeline for text-embedding"),
+    ):
+        assert embed(**fields)["message"].startswith(message), fields
+
+
 def test_tei_endpoints_answer_as_the_grpc_client_does(
     served: dict[str, Any], http: httpx2.Client
 ) -> None:
@@ -311,6 +360,7 @@ def test_the_gateway_of_serve_is_started_again(served: dict[str, Any], http: htt
 def test_hostile_json_in_any_field_gets_a_short_error(http: httpx2.Client) -> None:
     for path, name in (
         ("/v1/embeddings", "minilm"),
+        ("/v2/embed", "minilm"),
         ("/v2/rerank", "ranks"),
         *((path, "topics") for path in ("/embed", "/predict", "/rerank")),
         ("/tei/{name}/tokenize", "topics"),

@@ -20,11 +20,11 @@ from client_toy import wait_until
 from triptych.client import AsyncClient
 from triptych.gateway import pipelines, serve
 from triptych.gateway.chat import ChatRequest, CompletionRequest
+from triptych.gateway.cohere import RerankRequest
 from triptych.gateway.errors import from_validation
 from triptych.gateway.http import Body, RequestLimits, Shared
 from triptych.gateway.openai import EmbeddingRequest
 from triptych.gateway.pipelines import Pipeline, Pipelines
-from triptych.gateway.rerank import RerankRequest
 from triptych.gateway.tasks import TaskRequest
 from triptych.gateway.tei import PredictRequest
 

@@ -5,6 +5,7 @@ pipelines of the gateway's tests. KIND is ``texts``, or ``chat`` for those that 
 addresses of HTTP and gRPC of a Triton server with ``texts`` follow.
 """
 
+import inspect
 import json
 import os
 import sys
@@ -184,6 +185,35 @@ def test_rerankers_of_texts() -> None:
     ranker = CohereRanker(model="ranks", api_key=Secret.from_token(KEY), api_base_url=ADDRESS)
     found = ranker.run(query="refund", documents=documents)
     assert [TEXTS.index(each.content) for each in found["documents"]] == order
+
+
+def test_the_client_of_cohere_embeds() -> None:
+    wanted = openai.OpenAI(base_url=API, api_key=KEY).embeddings.create(
+        model="minilm", input=TEXTS, extra_body={"input_type": "query"}
+    )
+    vectors = np.array([each.embedding for each in wanted.data])
+    defaults: dict[str, Any] = {
+        **{"texts": TEXTS, "images": [], "inputs": [], "embedding_types": ["float"]},
+        **{"max_tokens": 128_000, "output_dimension": 384, "truncate": "END", "priority": 0},
+    }
+    common: Any = {"model": "minilm", "input_type": "search_query", "texts": TEXTS}
+    v2, v1 = (make(KEY, base_url=ADDRESS) for make in (cohere.ClientV2, cohere.Client))
+    fields = inspect.signature(v2.embed).parameters
+    assert set(fields) - {"model", "input_type", "request_options"} == set(defaults)
+    for extra in ({}, {name: None for name in defaults if name != "texts"}, defaults):
+        made = v2.embed(**common | extra)
+        assert np.abs(np.array(made.embeddings.float_) - vectors).max() < 1e-5
+    assert np.abs(np.array(v1.embed(**common).embeddings) - vectors).max() < 1e-5
+    kinds = ["int8", "uint8", "binary", "ubinary", "base64"]
+    for client in (v1, v2):
+        found = client.embed(**common, embedding_types=kinds[: 4 if client is v1 else 5])
+        assert np.array(found.embeddings.uint8).shape == (3, 384)
+        assert np.array(found.embeddings.int8).min() < 0
+        bits = np.array(found.embeddings.ubinary, np.uint8)
+        assert ((np.array(found.embeddings.binary, np.int8).view(np.uint8) ^ 0x80) == bits).all()
+        assert (np.unpackbits(bits, axis=1) == (vectors > 0)).mean() > 0.99
+    with pytest.raises(cohere.BadRequestError, match="`images` is not supported"):
+        v2.embed(model="minilm", input_type="image", images=["data:image/png;base64,"])
 
 
 def test_clients_of_chat() -> None:

@@ -347,7 +347,7 @@ def _set_parameter(target: service_pb2.InferParameter, name: str, value: object)
     else:
         raise InvalidRequestError(
             f"The parameter `{name}` must be a bool, a 64-bit int, a float or a str. "
-            f"Given: {value!r}. Convert it."
+            f"Given: {value!r:.80}. Convert it."
         )
 
 

@@ -23,12 +23,12 @@ from starlette.types import Receive, Scope, Send
 
 from triptych.client import InferenceError
 from triptych.gateway.chat import Generate
+from triptych.gateway.cohere import Cohere
 from triptych.gateway.errors import OPENAI, TEI, ApiError
 from triptych.gateway.http import EndpointApp, Operation, Reply, Shared
 from triptych.gateway.openai import OpenAi
 from triptych.gateway.pages import make_pages
 from triptych.gateway.pipelines import Endpoints, Pipelines
-from triptych.gateway.rerank import Rerank
 from triptych.gateway.tasks import Tasks
 from triptych.gateway.tei import Tei
 
@@ -89,7 +89,7 @@ def make_app(pipelines: Pipelines, shared: Shared) -> Starlette:
     operations = [
         *OpenAi(pipelines, shared).operations(),
         *Generate(pipelines, shared).operations(),
-        *Rerank(pipelines, shared).operations(),
+        *Cohere(pipelines, shared).operations(),
         *Tasks(pipelines, shared).operations(),
         *Tei(pipelines, shared).operations(),
         *operator.operations(),

@@ -330,7 +330,7 @@ class Pipeline:
         step = await self.step()
         if step is None or step.has_hooks:
             rule = "is only supported with --repository, and for pipelines without hooks"
-            raise invalid("truncate", rule, "false", "Leave it out")
+            raise invalid("truncate", rule, "", "Leave it out")
         given = {**step.settings["parameters"], **({} if prompt is None else {"prompt": prompt})}
         found = await asyncio.to_thread(step.find_refused, columns, given)
         if found is not None:

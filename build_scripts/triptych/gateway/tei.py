@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, RootModel, SkipValidation
 
+from triptych.gateway.cohere import Cohere, RerankRequest, RerankResponse, rank
 from triptych.gateway.errors import TEI, ApiError, as_json, invalid
 from triptych.gateway.http import WHOLE, Body, No, Operation, Shared
 from triptych.gateway.pipelines import (
@@ -25,7 +26,6 @@ from triptych.gateway.pipelines import (
     Text,
     Texts,
 )
-from triptych.gateway.rerank import Rerank, RerankRequest, RerankResponse, rank
 
 
 class _TeiBody(Body):
@@ -143,7 +143,7 @@ class Tei(Endpoints):
 
     def __init__(self, pipelines: Pipelines, shared: Shared) -> None:
         super().__init__(pipelines, shared)
-        self._documents = Rerank(pipelines, shared)
+        self._documents = Cohere(pipelines, shared)
 
     def operations(self) -> list[Operation]:
         """Return the operations for the table of the application."""
