@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
@@ -28,13 +28,17 @@ from triptych.client.streams import AsyncGeneration
 from triptych.client.tasks import Row, TaskCall, Whole
 from triptych.client.work import END_S, Portion, Work
 
+if TYPE_CHECKING:
+    from tritonclient.grpc import service_pb2
+
 P = ParamSpec("P")
 Result = TypeVar("Result")
+Awaited = Coroutine[Any, Any, Result]
 
 
 def _awaited(
     flow: Callable[Concatenate[PipelineClient, P], Flow[Result]],
-) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, Result]]:
+) -> Callable[Concatenate[AsyncClient, P], Awaited[Result]]:
     async def method(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> Result:
         return await self._run(flow(self, *args, **kwargs))
 
@@ -45,8 +49,8 @@ def _awaited(
 def _awaited_task(
     make: Callable[P, TaskCall[Whole, Row]],
 ) -> tuple[
-    Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, Whole]],
-    Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, list[Row | RowError]]],
+    Callable[Concatenate[AsyncClient, P], Awaited[Whole]],
+    Callable[Concatenate[AsyncClient, P], Awaited[list[Row | RowError]]],
 ]:
     whole, each = task_flows(make)
     return _awaited(whole), _awaited(each)
@@ -87,9 +91,9 @@ class AsyncClient(PipelineClient):
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, object]],
         *,
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Sequence[Mapping[str, object]] = (),
         timeout_s: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> AsyncGeneration:
@@ -171,7 +175,7 @@ class AsyncClient(PipelineClient):
                 work.answered(portion, response)
 
     async def _send_concurrently(self, work: Work) -> None:
-        in_flight: dict[asyncio.Task[Any], Portion] = {}
+        in_flight: dict[asyncio.Task[service_pb2.ModelInferResponse], Portion] = {}
         try:
             while work.waiting or in_flight:
                 while len(in_flight) < self._max_in_flight and (portion := work.take()):
@@ -202,12 +206,12 @@ class AsyncClient(PipelineClient):
                 task.cancel()
             await asyncio.gather(*in_flight, return_exceptions=True)
 
-    async def _start(self, work: Work, portion: Portion) -> Any:
+    async def _start(self, work: Work, portion: Portion) -> service_pb2.ModelInferResponse:
         request, remaining_s = work.request(portion)
         return await self._call("ModelInfer", request, remaining_s, portion.rows)
 
     async def _call(
-        self, method: str, request: Any, remaining_s: float | None, rows: Sequence[int] = ()
+        self, method: str, request: object, remaining_s: float | None, rows: Sequence[int] = ()
     ) -> Any:
         self._raise_if_closed()
         opened = self._connection.take()

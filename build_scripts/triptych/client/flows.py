@@ -84,7 +84,7 @@ class UnaryCall(NamedTuple):
     """A request other than inference: method of the gRPC stub, message and time limit."""
 
     method: str
-    request: Any
+    request: object
     remaining_s: float | None
 
 
@@ -181,7 +181,7 @@ class PipelineClient:
         """Return the connection of this kind of client."""
         raise NotImplementedError
 
-    def _request(self, method: str, request: Any, deadline: Deadline) -> Flow[Any]:
+    def _request(self, method: str, request: object, deadline: Deadline) -> Flow[Any]:
         addresses: tuple[str, ...] = ()
         while True:
             try:

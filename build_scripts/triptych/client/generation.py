@@ -6,7 +6,7 @@ import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypedDict
 
 from triptych.client.errors import (
     DeadlineExceededError,
@@ -58,9 +58,17 @@ class Sampling(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     logprobs: int
-    json_schema: Mapping[str, Any]
+    json_schema: Mapping[str, object]
     adapter: str
     priority: int
+
+
+class Logprob(TypedDict, total=False):
+    """Log-probability of a token; `top_logprobs` are those of the most probable in its place."""
+
+    token: str
+    logprob: float
+    top_logprobs: list[Logprob]
 
 
 @dataclass(frozen=True)
@@ -90,7 +98,7 @@ class Chunk:
     index: int
     finish_reason: str = ""
     usage: Usage | None = None
-    logprobs: tuple[Mapping[str, Any], ...] = ()
+    logprobs: tuple[Logprob, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,7 +109,7 @@ class Completion:
     token_ids: tuple[int, ...]
     finish_reason: str
     usage: Usage | None
-    logprobs: tuple[Mapping[str, Any], ...] = ()
+    logprobs: tuple[Logprob, ...] = ()
 
     @classmethod
     def join(cls, chunks: Iterable[Chunk]) -> Completion:
@@ -240,16 +248,16 @@ class GenerationState:
 
 def encode_inputs(
     prompt: str,
-    messages: Sequence[Mapping[str, Any]] | None,
+    messages: Sequence[Mapping[str, object]] | None,
     sampling: Sampling,
-    tools: Sequence[Mapping[str, Any]] = (),
+    tools: Sequence[Mapping[str, object]] = (),
 ) -> dict[str, bytes]:
     """Return the inputs of a generation for a prompt or for `messages` with `tools`.
 
     Raises:
         InvalidRequestError: An input cannot be encoded.
     """
-    chat: Any = None if messages is None else list(messages)
+    chat: object = None if messages is None else list(messages)
     if tools:
         chat = {"messages": chat, "tools": list(tools)}
     texts = {

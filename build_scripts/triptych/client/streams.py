@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
@@ -36,6 +36,8 @@ from triptych.client.generation import Chunk, Completion, GenerationRequest, Gen
 if TYPE_CHECKING:
     from tritonclient.grpc import service_pb2
 
+    Received: TypeAlias = service_pb2.ModelStreamInferResponse | InferenceError | None
+
 Result = TypeVar("Result")
 
 GIVE_UP_S = 2.0
@@ -43,7 +45,7 @@ GIVE_UP_S = 2.0
 LATE_S = 0.5
 """Time in seconds after the deadline before the call is canceled; the caller waits for it."""
 
-_ENDING: set[Any] = set()
+_ENDING: set[grpc.Call] = set()
 
 
 class _Messages:
@@ -135,14 +137,14 @@ class _Stream:
             raise CanceledError("The generation has ended. Start another.")
         return Completion.join(chunks)
 
-    async def _receive(self, call: grpc.Call) -> Any:
+    async def _receive(self, call: grpc.Call) -> Received:
         """Return the next response, the error in its place, or None at the end."""
         raise NotImplementedError
 
     async def _sleep(self, seconds: float) -> None:
         raise NotImplementedError
 
-    def _open_messages(self, request: GenerationRequest) -> tuple[_Messages, Any]:
+    def _open_messages(self, request: GenerationRequest) -> tuple[_Messages, object]:
         """Return the messages of an attempt, and the iterator of them that gRPC reads."""
         raise NotImplementedError
 
@@ -166,9 +168,7 @@ class _Stream:
             self._call.add_done_callback(lambda _call: messages.end(cancel=False))
         return self._call
 
-    def _checked(
-        self, response: service_pb2.ModelStreamInferResponse | None
-    ) -> service_pb2.ModelStreamInferResponse | InferenceError | None:
+    def _checked(self, response: service_pb2.ModelStreamInferResponse | None) -> Received:
         """Return the response, or the error that it carries."""
         if self._messages.late:
             return self._client._error(grpc.StatusCode.DEADLINE_EXCEEDED, "")
@@ -242,7 +242,7 @@ class Generation(_Stream, Iterator[Chunk]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    async def _receive(self, call: grpc.Call) -> Any:
+    async def _receive(self, call: grpc.Call) -> Received:
         try:
             with self._reading:
                 return self._checked(next(call, None))
@@ -252,7 +252,7 @@ class Generation(_Stream, Iterator[Chunk]):
     async def _sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
-    def _open_messages(self, request: GenerationRequest) -> tuple[_Messages, Any]:
+    def _open_messages(self, request: GenerationRequest) -> tuple[_Messages, object]:
         messages = _Messages(request, SimpleQueue())
         return messages, messages.sent()
 
@@ -292,7 +292,7 @@ class AsyncGeneration(_Stream, AsyncIterator[Chunk]):
     """`Generation` for event loops; canceling a task that reads it cancels the generation."""
 
     _loop: asyncio.AbstractEventLoop | None = None
-    _reading: asyncio.Future[Any] | None = None
+    _reading: asyncio.Future[service_pb2.ModelStreamInferResponse] | None = None
 
     async def __anext__(self) -> Chunk:
         chunk = await self._next(stream=True)
@@ -319,7 +319,7 @@ class AsyncGeneration(_Stream, AsyncIterator[Chunk]):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _receive(self, call: grpc.Call) -> Any:
+    async def _receive(self, call: grpc.Call) -> Received:
         self._loop = asyncio.get_running_loop()
         # Canceling a task that waits for a call cancels the call, so another task waits for it.
         self._reading = reading = self._reading or asyncio.ensure_future(call.read())
@@ -339,7 +339,7 @@ class AsyncGeneration(_Stream, AsyncIterator[Chunk]):
     async def _sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
-    def _open_messages(self, request: GenerationRequest) -> tuple[_Messages, Any]:
+    def _open_messages(self, request: GenerationRequest) -> tuple[_Messages, object]:
         messages = _Messages(request, asyncio.Queue())
         return messages, messages.sent_async()
 

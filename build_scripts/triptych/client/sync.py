@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import grpc  # type: ignore[import-untyped]
 from typing_extensions import Unpack
@@ -30,8 +30,12 @@ from triptych.client.streams import GIVE_UP_S, Generation
 from triptych.client.tasks import Row, TaskCall, Whole
 from triptych.client.work import END_S, Portion, Work
 
+if TYPE_CHECKING:
+    from tritonclient.grpc import service_pb2_grpc
+
 P = ParamSpec("P")
 Result = TypeVar("Result")
+Ended = queue.SimpleQueue["grpc.Future | None"]
 
 _MAX_WAIT_S = 1.0
 """Time in seconds after which a wait looks for Ctrl-C, which Python can miss as a wait begins."""
@@ -48,7 +52,7 @@ def _close(opened: Opened) -> None:
         opened.channel.close()
 
 
-def _ended_soon(ended: queue.SimpleQueue[Any], most: int) -> Iterator[Any]:
+def _ended_soon(ended: Ended, most: int) -> Iterator[grpc.Future]:
     """Yield what comes in `ended` within `END_S`, at most so many, until None."""
     end_s = time.monotonic() + END_S
     with suppress(queue.Empty):
@@ -115,9 +119,9 @@ class Client(PipelineClient):
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, object]],
         *,
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Sequence[Mapping[str, object]] = (),
         timeout_s: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Generation:
@@ -184,7 +188,7 @@ class Client(PipelineClient):
             raise
 
     @contextmanager
-    def _stub(self) -> Iterator[Any]:
+    def _stub(self) -> Iterator[service_pb2_grpc.GRPCInferenceServiceStub]:
         opened = self._take()
         interrupted = True
         try:
@@ -219,7 +223,7 @@ class Client(PipelineClient):
                 work.answered(portion, response)
 
     def _send_concurrently(self, work: Work) -> None:
-        ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        ended: Ended = queue.SimpleQueue()
         if threading.current_thread() is not threading.main_thread():
             self._send_futures(work, ended)
             return
@@ -237,9 +241,9 @@ class Client(PipelineClient):
             pool.shutdown()
         sending.result()
 
-    def _send_futures(self, work: Work, ended: queue.SimpleQueue[Any]) -> None:
+    def _send_futures(self, work: Work, ended: Ended) -> None:
         """Send all portions; None in `ended`, the queue of futures that ended, cancels the rest."""
-        in_flight: dict[Any, tuple[Portion, Opened]] = {}
+        in_flight: dict[grpc.Future, tuple[Portion, Opened]] = {}
         try:
             while work.waiting or in_flight:
                 while len(in_flight) < self._max_in_flight and (portion := work.take()):

@@ -6,7 +6,6 @@ import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +15,7 @@ from triptych.client.errors import InvalidRequestError, PipelineFailedError
 from triptych.runtime.own_model import ROW_TYPES, cast_numbers
 
 Parameter = bool | int | float | str
-Rows = Mapping[str, Sequence[Any] | NDArray[np.generic]]
+Rows = Mapping[str, Sequence[object] | NDArray[np.generic]]
 """One value per row for each input: text or bytes, or numbers, lists or arrays if it is typed."""
 InputType = tuple[str, tuple[int, ...]]
 """Datatype of an input and the sizes of its axes in a row, 0 for a variable size."""
@@ -197,7 +196,7 @@ def _check_names(inputs: Rows, config: PipelineConfig) -> None:
 
 
 def _encode_value(
-    value: Any, datatype: str, dims: tuple[int, ...]
+    value: object, datatype: str, dims: tuple[int, ...]
 ) -> tuple[tuple[int, ...], bytes]:
     """Return the shape and the bytes of one row of a typed input."""
     dtype = _DTYPES[datatype]
