@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import numpy as np
 import pytest
 
 from conftest import build_into, quiet, traffic_texts
 from mistakes import check_refused
+from served_command import gateway
 from served_models import MASKS, MODERN, OFFSET, ROBERTA, UNIGRAM, Served, save
 from task_models import masked_model
 from triptych.client import AsyncClient, Client, InvalidRequestError, SparseVector
@@ -169,6 +171,24 @@ def test_vectors_are_those_of_the_library(
         alone = dense([client.embed_sparse([text])[0] for text in TEXTS], wanted.shape[1])
     assert np.abs(together - wanted).max() < 1e-5 * scale
     assert np.abs(alone - wanted).max() < 1e-5 * scale
+
+
+def test_the_gateway_has_the_sparse_vectors_of_tei(server: Server) -> None:
+    name = EVERYDAY[0]
+    with Client(name, url=server.grpc_url) as client:
+        wanted = client.embed_sparse(TEXTS)
+    with gateway(name, "--url", server.grpc_url) as url, httpx2.Client(base_url=url) as http:
+        for path in ("/embed_sparse", f"/tei/{name}/embed_sparse"):
+            rows = http.post(path, json={"inputs": TEXTS, "truncate": True}).json()
+            assert [[each["index"] for each in row] for row in rows] == [
+                each.indices.tolist() for each in wanted
+            ]
+            values = np.array([each["value"] for row in rows for each in row])
+            assert np.abs(values - np.concatenate([each.values for each in wanted])).max() < 1e-5
+        assert len(http.post("/embed_sparse", json={"inputs": TEXTS[0]}).json()) == 1
+        assert http.get("/info").json()["model_type"] == {"embedding": {"pooling": "splade"}}
+        wrong = http.post("/embed", json={"inputs": TEXTS})
+        assert (wrong.status_code, wrong.json()["error_type"]) == (404, "Validation")
 
 
 @pytest.mark.parametrize("name", EVERYDAY[:1])

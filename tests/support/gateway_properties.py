@@ -40,7 +40,7 @@ EXPECTED = {
     r"^/(tei/\{name\})? .*`(inputs|query|texts)[^`]*`: ": "the task of the pipeline",
     r"`normalize` must be true": "the model normalizes",
     r"parameter dimensions|`dimensions` must be at most": "vectors have a size",
-    r"max_tokens_per_doc` must not be below": "the pipeline has a limit of its own",
+    r"max_tokens(_per_doc)?` must not be below": "the pipeline has a limit of its own",
     r"must be a text, or its ids as /tokenize": "token ids are those of the pipeline's tokenizer",
     r"parameters\.|parameter [a-z_]+`": "a pipeline has its own parameters",
     r"adapter`": "a pipeline has its own adapters",

@@ -212,7 +212,7 @@ def test_the_client_of_cohere_embeds() -> None:
         bits = np.array(found.embeddings.ubinary, np.uint8)
         assert ((np.array(found.embeddings.binary, np.int8).view(np.uint8) ^ 0x80) == bits).all()
         assert (np.unpackbits(bits, axis=1) == (vectors > 0)).mean() > 0.99
-    with pytest.raises(cohere.BadRequestError, match="`images` is not supported"):
+    with pytest.raises(cohere.UnprocessableEntityError, match="`images`: is not supported"):
         v2.embed(model="minilm", input_type="image", images=["data:image/png;base64,"])
 
 

@@ -39,26 +39,16 @@ _HEALTH_TIMEOUT_S = 5.0
 class Operator(Endpoints):
     """Endpoints for operators: health, metrics, and the OpenAPI document."""
 
+    tag = "Operation"
+
     def __init__(self, pipelines: Pipelines, shared: Shared) -> None:
         super().__init__(pipelines, shared)
         self._registry = shared.metrics.registry
         self.document = b""
 
-    def operations(self) -> list[Operation]:
-        """Return the operations for the table of the application."""
-        return [
-            Operation(
-                "/health", "Check all pipelines.", "Operation", self.health, TEI, is_open=True
-            ),
-            Operation(
-                *("/metrics", "Return Prometheus metrics.", "Operation", self.metrics, TEI),
-                media_type="text/plain",
-            ),
-            Operation("/openapi.json", "Return this document.", "Operation", self.openapi, OPENAI),
-        ]
-
+    @Operation("/health", errors=TEI, is_open=True)
     async def health(self) -> Reply:
-        """Return 200 if the server has all pipelines."""
+        """Check all pipelines: 200 if the server has them."""
         names = self._pipelines.names()
         calls = [
             self._pipelines.find(name).client.ready(timeout_s=_HEALTH_TIMEOUT_S) for name in names
@@ -74,25 +64,27 @@ class Operator(Endpoints):
                 )
         return Reply(b"{}")
 
+    @Operation("/metrics", errors=TEI, media_type="text/plain")
     async def metrics(self) -> Reply:
-        """Return the metrics page."""
+        """Return Prometheus metrics."""
         return Reply(generate_latest(self._registry), CONTENT_TYPE_LATEST)
 
+    @Operation("/openapi.json")
     async def openapi(self) -> Reply:
-        """Return the OpenAPI document."""
+        """Return this document."""
         return Reply(self.document)
+
+
+_ENDPOINTS: tuple[type[Endpoints], ...] = (OpenAi, Generate, Cohere, Tasks, Tei)
 
 
 def make_app(pipelines: Pipelines, shared: Shared) -> Starlette:
     """Return the application; its lifespan closes the connections of `pipelines`."""
     operator = Operator(pipelines, shared)
     operations = [
-        *OpenAi(pipelines, shared).operations(),
-        *Generate(pipelines, shared).operations(),
-        *Cohere(pipelines, shared).operations(),
-        *Tasks(pipelines, shared).operations(),
-        *Tei(pipelines, shared).operations(),
-        *operator.operations(),
+        each
+        for endpoints in (*(make(pipelines, shared) for make in _ENDPOINTS), operator)
+        for each in endpoints.operations()
     ]
     operations += make_pages(operations)
     operator.document = to_json(describe(operations))
@@ -141,19 +133,19 @@ async def _no_route(request: Request, error: Exception) -> Response:
     return Response(to_json(OPENAI.body(made)), status, headers, "application/json")
 
 
-def _contents(operation: Operation, references: Mapping[Any, Any]) -> dict[str, Any]:
+def _contents(operation: Operation, references: Mapping[Any, Any]) -> dict[str, object]:
     """Return the contents of a result by their media types."""
     is_json = operation.media_type == "application/json"
     schema: Any = {"type": "object" if is_json else "string"}
     if operation.result is not None:
         schema = references[operation.result, "serialization"]
-    contents = {operation.media_type: {"schema": schema}}
+    contents: dict[str, object] = {operation.media_type: {"schema": schema}}
     if operation.streams:
         contents["text/event-stream"] = {"schema": {"type": "string"}}
     return contents
 
 
-def describe(operations: Sequence[Operation]) -> dict[str, Any]:
+def describe(operations: Sequence[Operation]) -> dict[str, object]:
     """Return the OpenAPI document of operations."""
     types = {
         (each, mode)
@@ -163,9 +155,9 @@ def describe(operations: Sequence[Operation]) -> dict[str, Any]:
     }
     ordered = sorted(types, key=lambda pair: (pair[0].__module__, pair[0].__name__, pair[1]))
     references, schemas = models_json_schema(ordered, ref_template=_SCHEMAS + "{model}")  # type: ignore[arg-type]
-    paths: dict[str, dict[str, Any]] = {}
+    paths: dict[str, dict[str, object]] = {}
     for operation in operations:
-        described: dict[str, Any] = {
+        described: dict[str, object] = {
             "summary": operation.summary,
             "tags": [operation.tag],
             "parameters": [

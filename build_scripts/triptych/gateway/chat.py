@@ -5,25 +5,26 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, model_validator
 from pydantic_core import to_json
 
 from triptych.client import AsyncGeneration, Chunk, InferenceError, Sampling, Usage
 from triptych.client.flows import CALL_PARAMETERS
+from triptych.client.generation import Logprob
 from triptych.gateway.errors import OPENAI, from_inference, invalid
 from triptych.gateway.http import WHOLE, Body, No, One, Operation, Stream
 from triptych.gateway.openai import TokenUsage
 from triptych.gateway.pipelines import Endpoints, Text, spend_tokens
-from triptych.gateway.tools import CallSplitter, NamedTool, Tool, ToolCall, choose_tools
+from triptych.gateway.tools import CallSplitter, FoundCall, NamedTool, Tool, ToolCall, choose_tools
 from triptych.runtime.sampling_parameters import MAX_STOP_CHARACTERS, MAX_STOPS, NUMBERS
 
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "adapter"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos"),
 )
-_ANY_OBJECT = {"type": "object"}
+_ANY_OBJECT: dict[str, object] = {"type": "object"}
 
 
 class StreamOptions(Body):
@@ -59,7 +60,7 @@ class ChatMessage(Body):
     tool_call_id: str | None = None
     audio: None = None
     function_call: None = None
-    annotations: list[dict[str, Any]] | None = None  # The prompt lacks those of an answer.
+    annotations: list[dict[str, object]] | None = None  # The prompt lacks those of an answer.
 
     @model_validator(mode="after")
     def _is_complete(self) -> ChatMessage:
@@ -69,12 +70,14 @@ class ChatMessage(Body):
             raise ValueError("a message of the role tool must have tool_call_id")
         return self
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> dict[str, object]:
         """Return the message as chat templates need it: arguments of calls as objects."""
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         given = {"name": self.name, "tool_call_id": self.tool_call_id}
-        made: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        made: dict[str, object] = {
+            name: value for name, value in given.items() if value is not None
+        }
         if self.tool_calls:
             made["tool_calls"] = [call.plain() for call in self.tool_calls]
         return {"role": self.role, "content": text, **made}
@@ -84,7 +87,7 @@ class JsonSchema(Body):
     """JSON schema that an answer satisfies."""
 
     name: str
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: dict[str, object] = Field(alias="schema")
     strict: bool | None = None
     description: str | None = None
 
@@ -96,11 +99,12 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
 
 
-def _range(name: str) -> Any:
+def _range(name: str) -> object:
     """Return the range of a sampling parameter."""
     rule = NUMBERS[name]
-    low: dict[str, Any] = {"gt" if rule.above else "ge": rule.minimum}
-    return Field(le=rule.maximum, **low)
+    if rule.above:
+        return Field(gt=rule.minimum, le=rule.maximum)
+    return Field(ge=rule.minimum, le=rule.maximum)
 
 
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
@@ -149,13 +153,13 @@ class ChatRequest(_GenerationBody):
     # Fields that change no answer here.
     audio: None = None
     function_call: Literal["none", "auto"] | None = None
-    functions: Annotated[list[dict[str, Any]], Field(max_length=0)] | None = None
+    functions: Annotated[list[dict[str, object]], Field(max_length=0)] | None = None
     metadata: dict[str, str] | None = None
     modalities: list[Literal["text"]] | None = None
     moderation: None = None
-    prediction: dict[str, Any] | None = None
+    prediction: dict[str, object] | None = None
     prompt_cache_key: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_options: dict[str, object] | None = None
     prompt_cache_retention: str | None = None
     reasoning_effort: Literal["none"] | None = None
     safety_identifier: str | None = None
@@ -179,7 +183,7 @@ class _Response(BaseModel):
     id: str
     created: int
     model: str
-    choices: list[dict[str, Any]]
+    choices: list[dict[str, object]]
     usage: TokenUsage | None
 
 
@@ -199,30 +203,30 @@ class _ChatForm:
     """Parts of the responses to a conversation; `calls` finds the calls of tools in an answer."""
 
     prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
-    first: Mapping[str, Any] | None = {"delta": {"role": "assistant", "content": ""}}
+    first: Mapping[str, object] | None = {"delta": {"role": "assistant", "content": ""}}
 
     def __init__(self, calls: CallSplitter | None) -> None:
         self._calls = calls
 
-    def choice(self, text: str, finish: str) -> dict[str, Any]:
+    def choice(self, text: str, finish: str) -> dict[str, object]:
         text, calls, finish = self._split(text, finish)
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        message: dict[str, object] = {"role": "assistant", "content": text, "refusal": None}
         if calls:
             message |= {"content": text or None, "tool_calls": calls}
         return {"message": message, "finish_reason": finish}
 
-    def delta(self, text: str, finish: str) -> dict[str, Any]:
+    def delta(self, text: str, finish: str) -> dict[str, object]:
         text, calls, finish = self._split(text, finish)
-        delta: dict[str, Any] = {"content": text} if text else {}
+        delta: dict[str, object] = {"content": text} if text else {}
         if calls and self._calls is not None:
             first = self._calls.count - len(calls)
             delta["tool_calls"] = [{"index": n, **call} for n, call in enumerate(calls, first)]
         return {"delta": delta, "finish_reason": finish or None}
 
-    def _split(self, text: str, finish: str) -> tuple[str, list[dict[str, Any]], str]:
+    def _split(self, text: str, finish: str) -> tuple[str, list[FoundCall], str]:
         return (text, [], finish) if self._calls is None else self._calls.add(text, finish)
 
-    def logprobs(self, entries: tuple[Mapping[str, Any], ...]) -> dict[str, Any] | None:
+    def logprobs(self, entries: tuple[Logprob, ...]) -> dict[str, object] | None:
         return {"content": [_chat_logprob(entry) for entry in entries]} if entries else None
 
 
@@ -230,14 +234,14 @@ class _CompletionForm:
     """Parts of the responses to a prompt."""
 
     prefix, whole, part = "cmpl", "text_completion", "text_completion"
-    first: Mapping[str, Any] | None = None
+    first: Mapping[str, object] | None = None
 
-    def choice(self, text: str, finish: str) -> dict[str, Any]:
+    def choice(self, text: str, finish: str) -> dict[str, object]:
         return {"text": text, "finish_reason": finish or None}
 
     delta = choice
 
-    def logprobs(self, entries: tuple[Mapping[str, Any], ...]) -> dict[str, Any] | None:
+    def logprobs(self, entries: tuple[Logprob, ...]) -> dict[str, object] | None:
         if not entries:
             return None
         return {
@@ -253,35 +257,18 @@ class _CompletionForm:
 class Generate(Endpoints):
     """Endpoints of text generation."""
 
-    def operations(self) -> list[Operation]:
-        """Return the operations for the table of the application."""
-        messages = [{"role": "user", "content": "Where is my parcel?"}]
-        return [
-            Operation(
-                "/v1/chat/completions",
-                "Answer a conversation.",
-                "OpenAI",
-                self.chat,
-                OPENAI,
-                ChatRequest,
-                ChatResponse,
-                streams=True,
-                example={"model": "chat", "messages": messages, "max_tokens": 64},
-            ),
-            Operation(
-                "/v1/completions",
-                "Continue a prompt.",
-                "OpenAI",
-                self.complete,
-                OPENAI,
-                CompletionRequest,
-                CompletionResponse,
-                streams=True,
-                example={"model": "chat", "prompt": "The parcel", "max_tokens": 64},
-            ),
-        ]
+    tag = "OpenAI"
 
-    async def chat(self, body: ChatRequest) -> dict[str, Any] | Stream:
+    @Operation(
+        "/v1/chat/completions",
+        ChatResponse,
+        streams=True,
+        example={
+            **{"model": "chat", "max_tokens": 64},
+            "messages": [{"role": "user", "content": "Where is my parcel?"}],
+        },
+    )
+    async def chat(self, body: ChatRequest) -> dict[str, object] | Stream:
         """Answer a conversation."""
         client = (await self._pipelines.find(body.model).generating()).client
         sampling = body.sampling(
@@ -302,7 +289,13 @@ class Generate(Endpoints):
             client.chat(messages, tools=tools, **sampling), body, _ChatForm(calls)
         )
 
-    async def complete(self, body: CompletionRequest) -> dict[str, Any] | Stream:
+    @Operation(
+        "/v1/completions",
+        CompletionResponse,
+        streams=True,
+        example={"model": "chat", "prompt": "The parcel", "max_tokens": 64},
+    )
+    async def complete(self, body: CompletionRequest) -> dict[str, object] | Stream:
         """Continue a prompt."""
         prompt = body.prompt if isinstance(body.prompt, str) else body.prompt[0]
         client = (await self._pipelines.find(body.model).generating()).client
@@ -311,7 +304,7 @@ class Generate(Endpoints):
 
     async def _answer(
         self, generation: AsyncGeneration, body: _GenerationBody, form: _ChatForm | _CompletionForm
-    ) -> dict[str, Any] | Stream:
+    ) -> dict[str, object] | Stream:
         """Return the response, or a stream whose first chunk has arrived."""
         self._limits.check_items("model", 1)
         head = {
@@ -344,7 +337,7 @@ async def _events(
     options: StreamOptions,
 ) -> AsyncIterator[bytes]:
     """Yield the server-sent events of a stream; closing the iterator cancels the generation."""
-    nothing: dict[str, Any] = {"usage": None} if options.include_usage else {}
+    nothing: dict[str, object] = {"usage": None} if options.include_usage else {}
     usage: Usage | None = None
     chunks = 0
     async with generation:
@@ -387,7 +380,7 @@ def _total(usage: Usage | None) -> int:
     return 0 if usage is None else usage.prompt_tokens + usage.completion_tokens
 
 
-def _usage(usage: Usage | None) -> dict[str, Any] | None:
+def _usage(usage: Usage | None) -> dict[str, object] | None:
     if usage is None:
         return None
     return {
@@ -398,7 +391,7 @@ def _usage(usage: Usage | None) -> dict[str, Any] | None:
     }
 
 
-def _schema(wanted: ResponseFormat | None) -> dict[str, Any] | None:
+def _schema(wanted: ResponseFormat | None) -> dict[str, object] | None:
     if wanted is None or wanted.type == "text":
         return None
     if wanted.type == "json_object":
@@ -413,9 +406,10 @@ def _schema(wanted: ResponseFormat | None) -> dict[str, Any] | None:
     return wanted.json_schema.schema_
 
 
-def _chat_logprob(entry: Mapping[str, Any]) -> dict[str, Any]:
-    shown = {"token": entry["token"], "logprob": entry["logprob"]}
-    shown["bytes"] = list(entry["token"].encode())
+def _chat_logprob(entry: Logprob) -> dict[str, object]:
+    token = entry["token"]
+    shown: dict[str, object] = {"token": token, "logprob": entry["logprob"]}
+    shown["bytes"] = list(token.encode())
     if "top_logprobs" in entry:
         shown["top_logprobs"] = [_chat_logprob(each) for each in entry["top_logprobs"]]
     return shown

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from triptych.client import InvalidRequestError, Ranked
 from triptych.client.tasks import Encoding, Vectors
@@ -20,6 +19,15 @@ from triptych.gateway.pipelines import EMBEDDING, RERANKING, Endpoints, Lines, P
 _NoPriority = Annotated[int, Field(ge=0, le=0), WHOLE] | None
 _Size = Annotated[int, Field(ge=1), WHOLE] | None
 _Type = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
+
+
+def _without_images(given: object) -> object:
+    if given:
+        raise ValueError("is not supported, because pipelines embed `texts`")
+    return given
+
+
+_NoImages = Annotated[list[object], Field(max_length=0), BeforeValidator(_without_images)] | None
 
 
 class CohereEmbedRequest(Body):
@@ -34,20 +42,20 @@ class CohereEmbedRequest(Body):
         truncate: END, or NONE, with which a text that is too long is an error.
         max_tokens: Not below the maximum of the pipeline, which cuts longer texts.
         priority: Only 0, Cohere's default.
-        images: Not supported: pipelines embed texts.
-        inputs: Not supported, as images.
+        images: Only empty, because pipelines embed texts.
+        inputs: Only empty; send `texts`.
     """
 
     model: str
-    texts: Lines | None = None
+    images: _NoImages = None
+    inputs: _NoImages = None
+    texts: Lines
     input_type: str | None = None
     embedding_types: Annotated[list[_Type], Field(fail_fast=True)] | None = None
     output_dimension: _Size = None
     truncate: Literal["END", "NONE"] | None = None
     max_tokens: _Size = None
     priority: _NoPriority = None
-    images: list[object] | None = None
-    inputs: list[object] | None = None
 
 
 class CohereEmbedResponse(BaseModel):
@@ -57,7 +65,7 @@ class CohereEmbedResponse(BaseModel):
     id: str
     embeddings: dict[_Type, list[list[float]] | list[list[int]] | list[str]] | list[list[float]]
     texts: list[str]
-    meta: dict[str, Any]
+    meta: dict[str, object]
 
 
 class Document(Body):
@@ -110,7 +118,7 @@ class RerankResponse(BaseModel):
     model: str
     results: list[RerankResult]
     usage: dict[str, int] | None = None
-    meta: dict[str, Any]
+    meta: dict[str, object]
 
 
 async def rank(
@@ -159,62 +167,29 @@ _PASSES: dict[_Type, Encoding] = {
 """Encoding that the pipeline is asked for, by the type that is made from it."""
 
 
-def _vectors(made: Vectors, kind: _Type) -> list[Any]:
+def _vectors(made: Vectors, kind: _Type) -> list[object]:
     """Return vectors [n, size] as plain data; signed ones differ in the first bit."""
     if kind in ("int8", "binary"):
         made = (made ^ np.uint8(0x80)).view(np.int8)
     return encode_vectors(made, kind)
 
 
+_TEXTS = {"model": "minilm", "texts": ["where is my parcel?"], "input_type": "search_query"}
+_DOCUMENTS = {
+    **{"model": "reranker", "query": "where is my parcel?"},
+    "documents": ["parcels arrive on Tuesday", "refunds take a week"],
+}
+
+
 class Cohere(Endpoints):
     """Endpoints that embed texts or sort documents."""
 
-    def operations(self) -> list[Operation]:
-        """Return the operations for the table of the application."""
-        example = {
-            "model": "reranker",
-            "query": "where is my parcel?",
-            "documents": ["parcels arrive on Tuesday", "refunds take a week"],
-        }
-        texts = {"model": "minilm", "texts": ["where is my parcel?"], "input_type": "search_query"}
-        embed = [
-            Operation(
-                f"/v{version}/embed",
-                f"Return an embedding of each text (Cohere v{version}).",
-                "Cohere",
-                partial(self.embed, version=version),
-                COHERE,
-                CohereEmbedRequest,
-                CohereEmbedResponse,
-                rows="texts",
-                example=texts,
-            )
-            for version in (2, 1)
-        ]
-        return embed + [
-            Operation(
-                path,
-                f"Sort documents by how well they answer a query ({vendor}).",
-                "Rerank",
-                self.rerank,
-                COHERE,
-                RerankRequest,
-                RerankResponse,
-                rows="documents",
-                example=example,
-            )
-            for path, vendor in (
-                ("/v2/rerank", "Cohere v2"),
-                ("/v1/rerank", "Jina and Cohere v1"),
-            )
-        ]
+    tag = "Cohere"
 
-    async def embed(self, body: CohereEmbedRequest, version: int) -> dict[str, Any]:
-        """Return an embedding of each text in each of the types."""
-        for field, given in (("images", body.images), ("inputs", body.inputs)):
-            if given:
-                raise invalid(field, "is not supported", f"{len(given)} items", "Send texts")
-        texts = body.texts or []
+    @Operation("/v2/embed", CohereEmbedResponse, "texts", _TEXTS, COHERE)
+    async def embed(self, body: CohereEmbedRequest) -> dict[str, object]:
+        """Return an embedding of each text, in each of the types (Cohere v2)."""
+        texts = body.texts
         self._limits.check_items("texts", len(texts))
         pipeline = self._pipelines.find(body.model)
         await pipeline.require(EMBEDDING)
@@ -240,35 +215,44 @@ class Cohere(Endpoints):
         if "float" in found:
             found["ubinary"] = np.packbits(found["float"] > 0, axis=1)
         vectors = {each: _vectors(found[_PASSES[each]], each) for each in types}
-        is_plain = version == 1 and not body.embedding_types
-        meta: dict[str, Any] = {"api_version": {"version": str(version)}}
+        meta: dict[str, object] = {"api_version": {"version": "2"}}
         if tokens is not None:
             meta["billed_units"] = {"input_tokens": tokens}
         return {
-            "response_type": "embeddings_floats" if is_plain else "embeddings_by_type",
+            "response_type": "embeddings_by_type",
             "id": str(uuid.uuid4()),
-            "embeddings": vectors["float"] if is_plain else vectors,
+            "embeddings": vectors,
             "texts": texts,
             "meta": meta,
         }
 
-    async def rerank(self, body: RerankRequest) -> dict[str, Any]:
-        """Return documents, best first."""
+    @Operation("/v1/embed", CohereEmbedResponse, "texts", _TEXTS, COHERE)
+    async def embed_v1(self, body: CohereEmbedRequest) -> dict[str, object]:
+        """Return an embedding of each text (Cohere v1)."""
+        made = await self.embed(body)
+        vectors = made["embeddings"]
+        if body.embedding_types or not isinstance(vectors, dict):
+            return made
+        return {**made, "response_type": "embeddings_floats", "embeddings": vectors["float"]}
+
+    @Operation("/v1/rerank", RerankResponse, "documents", _DOCUMENTS, COHERE)
+    @Operation("/v2/rerank", RerankResponse, "documents", _DOCUMENTS, COHERE)
+    async def rerank(self, body: RerankRequest) -> dict[str, object]:
+        """Sort documents by how well they answer a query (Cohere v1 and v2, Jina)."""
         self._limits.check_items("documents", len(body.documents))
         texts = [each if isinstance(each, str) else each.text for each in body.documents]
         pipeline = self._pipelines.find(body.model)
         await _check_length(pipeline, body.max_tokens_per_doc, "max_tokens_per_doc")
         ranked, tokens = await rank(pipeline, body.query, texts, body.prompt, "documents")
         self._items.labels(pipeline.name).inc(len(texts))
-        results: list[dict[str, Any]] = [
-            {"index": each.index, "relevance_score": each.score} for each in ranked[: body.top_n]
-        ]
-        if body.return_documents:
-            for result in results:
-                document = body.documents[result["index"]]
-                plain = {"text": document} if isinstance(document, str) else document.model_dump()
-                result["document"] = plain
-        response: dict[str, Any] = {
+        results: list[dict[str, object]] = []
+        for each in ranked[: body.top_n]:
+            results.append({"index": each.index, "relevance_score": each.score})
+            if body.return_documents:
+                given = body.documents[each.index]
+                plain = {"text": given} if isinstance(given, str) else given.model_dump()
+                results[-1]["document"] = plain
+        response: dict[str, object] = {
             "id": str(uuid.uuid4()),
             "model": body.model,
             "results": results,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import to_json
@@ -171,9 +170,9 @@ class ErrorFormat:
         schema: JSON schema of the body.
     """
 
-    body: Callable[[ApiError], Mapping[str, Any]]
+    body: Callable[[ApiError], Mapping[str, object]]
     statuses: Mapping[int, int]
-    schema: Mapping[str, Any]
+    schema: Mapping[str, object]
 
     def status(self, error: ApiError) -> int:
         return self.statuses.get(error.status, error.status)
@@ -182,14 +181,14 @@ class ErrorFormat:
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
-def _openai(error: ApiError) -> dict[str, Any]:
+def _openai(error: ApiError) -> dict[str, object]:
     default = "server_error" if error.status >= 500 else "invalid_request_error"
     kind = _OPENAI_TYPES.get(error.status, default)
     shown = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
     return {"error": shown}
 
 
-def _cohere(error: ApiError) -> dict[str, Any]:
+def _cohere(error: ApiError) -> dict[str, object]:
     # Clients of Cohere read `message`, those of Jina `detail`.
     return {"message": error.message, "detail": error.message, "code": error.code}
 
@@ -197,12 +196,12 @@ def _cohere(error: ApiError) -> dict[str, Any]:
 _TEI_TYPES = {401: "Unauthorized", 413: "Validation", 429: "Overloaded", 503: "Unhealthy"}
 
 
-def _tei(error: ApiError) -> dict[str, Any]:
+def _tei(error: ApiError) -> dict[str, object]:
     default = "Backend" if error.status >= 500 else "Validation"
     return {"error": error.message, "error_type": _TEI_TYPES.get(error.status, default)}
 
 
-def _schema(**properties: object) -> dict[str, Any]:
+def _schema(**properties: object) -> dict[str, object]:
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 

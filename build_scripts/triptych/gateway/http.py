@@ -9,7 +9,7 @@ import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -21,6 +21,7 @@ from triptych.client.flows import CALL_HEADERS
 from triptych.gateway import MAX_BODY_MIB, MAX_ITEMS
 from triptych.gateway.errors import (
     CLIENT_CLOSED,
+    OPENAI,
     ApiError,
     ErrorFormat,
     as_json,
@@ -41,7 +42,7 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-def _whole(given: object) -> Any:
+def _whole(given: object) -> object:
     if isinstance(given, list):
         return [_whole(each) for each in given] if float in set(map(type, given)) else given
     return int(given) if isinstance(given, float) and given.is_integer() else given
@@ -130,38 +131,52 @@ class Stream:
     status: int = 200
 
 
-Handler = Callable[..., Awaitable[Any]]
+Handler = Callable[..., Awaitable[object]]
+Marked = TypeVar("Marked", bound=Handler)
+Result = TypeVar("Result")
+OPERATIONS = "operations"
+"""Attribute of a method with the operations that it handles."""
+
+
+async def _unbound(*_: object, **__: object) -> None:
+    raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One method of one path.
+    """One method of one path. As a decorator it marks a method of `Endpoints` as its handler.
 
     Attributes:
         path: Path with the names of its parameters in braces.
-        handler: Called with the body, if there is one, and the parameters of the path.
-        errors: Format of errors.
-        body: Type of the body; None for GET.
         result: Type of the result, for the OpenAPI document.
         rows: Name of the field with the rows, to which the row of an error refers.
         example: Example of a body.
+        errors: Format of errors.
         is_open: Whether it needs no key.
         streams: Whether the response may be server-sent events.
         media_type: Media type of the response.
+        summary: What it does; the first line of the docstring of a method.
+        tag: Group of the operation in the OpenAPI document.
+        handler: Called with the body, if there is one, and the parameters of the path.
+        body: Type of the body, which is that of the argument `body` of a method; None for GET.
     """
 
     path: str
-    summary: str
-    tag: str
-    handler: Handler
-    errors: ErrorFormat
-    body: type[BaseModel] | None = None
-    result: Any = None
+    result: type[BaseModel] | None = None
     rows: str = ""
-    example: dict[str, Any] = field(default_factory=dict)
+    example: Mapping[str, object] = field(default_factory=dict)
+    errors: ErrorFormat = OPENAI
     is_open: bool = False
     streams: bool = False
     media_type: str = "application/json"
+    summary: str = ""
+    tag: str = ""
+    handler: Handler = _unbound
+    body: type[BaseModel] | None = None
+
+    def __call__(self, handler: Marked) -> Marked:
+        vars(handler).setdefault(OPERATIONS, []).append(self)
+        return handler
 
     @property
     def method(self) -> str:
@@ -248,7 +263,7 @@ class EndpointApp:
                 caller = self._shared.keys.find(headers.get(b"authorization", b""))
                 CALLER.set(caller)
                 caller.take_request()
-            arguments: list[Any] = []
+            arguments: list[object] = []
             if operation.body is not None:
                 raw = await self._read(receive, headers)
                 if raw is None:
@@ -367,7 +382,7 @@ async def _receive(receive: Receive, limit: int) -> bytes | None:
     return b"".join(parts)
 
 
-async def _unless_disconnected(work: Awaitable[Any], receive: Receive) -> Any:
+async def _unless_disconnected(work: Awaitable[Result], receive: Receive) -> Result | None:
     """Return the result of `work`; cancel it and return None if the client disconnects.
 
     Work is not begun if the client has disconnected already: under overload a gateway reads many

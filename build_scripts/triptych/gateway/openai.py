@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field
 
 from triptych.client import InferenceError
-from triptych.gateway.errors import OPENAI, from_inference
+from triptych.gateway.errors import from_inference
 from triptych.gateway.http import WHOLE, Body, Operation, Shared
 from triptych.gateway.pipelines import EMBEDDING, Endpoints, Pipelines, Texts, not_found
 
@@ -84,10 +84,10 @@ class ModelList(BaseModel):
     data: list[ModelEntry]
 
 
-def encode_vectors(vectors: NDArray[Any], encoding: str | None) -> list[Any]:
+def encode_vectors(vectors: NDArray[np.generic], encoding: str | None) -> list[object]:
     """Return vectors [n, dimensions] as lists of numbers or base64 of little-endian float32."""
     if encoding != "base64":
-        plain: list[Any] = vectors.tolist()
+        plain: list[object] = vectors.tolist()
         return plain
     rows = np.ascontiguousarray(vectors, "<f4")
     return [base64.b64encode(row.data).decode() for row in rows]
@@ -96,39 +96,19 @@ def encode_vectors(vectors: NDArray[Any], encoding: str | None) -> list[Any]:
 class OpenAi(Endpoints):
     """Endpoints of OpenAI's API."""
 
+    tag = "OpenAI"
+
     def __init__(self, pipelines: Pipelines, shared: Shared) -> None:
         super().__init__(pipelines, shared)
         self._created = int(time.time())
 
-    def operations(self) -> list[Operation]:
-        """Return the operations for the table of the application."""
-        example = {"model": "minilm", "input": ["my delivery is late", "where is my parcel?"]}
-        return [
-            Operation(
-                "/v1/embeddings",
-                "Return an embedding of each text.",
-                "OpenAI",
-                self.embeddings,
-                OPENAI,
-                EmbeddingRequest,
-                EmbeddingResponse,
-                rows="input",
-                example=example,
-            ),
-            Operation(
-                "/v1/models", "List pipelines.", "OpenAI", self.models, OPENAI, result=ModelList
-            ),
-            Operation(
-                "/v1/models/{model}",
-                "Return a pipeline by its name or alias.",
-                "OpenAI",
-                self.model,
-                OPENAI,
-                result=ModelEntry,
-            ),
-        ]
-
-    async def embeddings(self, body: EmbeddingRequest) -> dict[str, Any]:
+    @Operation(
+        "/v1/embeddings",
+        EmbeddingResponse,
+        rows="input",
+        example={"model": "minilm", "input": ["my delivery is late", "where is my parcel?"]},
+    )
+    async def embeddings(self, body: EmbeddingRequest) -> dict[str, object]:
         """Return an embedding of each text."""
         pipeline = self._pipelines.find(body.model)
         texts = await self._texts(pipeline, body.input, "input")
@@ -151,7 +131,7 @@ class OpenAi(Endpoints):
             raise
         self._items.labels(pipeline.name).inc(len(texts))
         encoded = encode_vectors(vectors, body.encoding_format)
-        response: dict[str, Any] = {
+        response: dict[str, object] = {
             "object": "list",
             "data": [
                 {"object": "embedding", "index": index, "embedding": vector}
@@ -163,19 +143,21 @@ class OpenAi(Endpoints):
             response["usage"] = {"prompt_tokens": tokens, "total_tokens": tokens}
         return response
 
-    async def models(self) -> dict[str, Any]:
-        """Return all pipelines and aliases."""
+    @Operation("/v1/models", ModelList)
+    async def models(self) -> dict[str, object]:
+        """List pipelines."""
         names = self._pipelines.names_and_aliases()
         return {"object": "list", "data": [self._model(name) for name in names]}
 
-    async def model(self, model: str) -> dict[str, Any]:
+    @Operation("/v1/models/{model}", ModelEntry)
+    async def model(self, model: str) -> dict[str, object]:
         """Return a pipeline by its name or alias."""
         names = self._pipelines.names_and_aliases()
         if model not in names:
             raise not_found(model, names)
         return self._model(model)
 
-    def _model(self, name: str) -> dict[str, Any]:
+    def _model(self, name: str) -> dict[str, object]:
         root = self._pipelines.aliases.get(name, name)
         return {
             "id": name,

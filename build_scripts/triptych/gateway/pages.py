@@ -8,7 +8,6 @@ from html import escape
 from importlib.metadata import distribution
 from pathlib import Path
 
-from triptych.gateway.errors import OPENAI
 from triptych.gateway.http import Operation, Reply
 
 _HEAD = """<!doctype html>
@@ -55,7 +54,10 @@ def make_pages(operations: Sequence[Operation]) -> list[Operation]:
         pages.append((path, "Return a file of Swagger UI.", kind, partial(_read, file)))
     return [
         Operation(
-            *(path, summary, "Pages", partial(_reply, read, kind), OPENAI),
+            path,
+            summary=summary,
+            tag="Pages",
+            handler=partial(_reply, read, kind),
             is_open=True,
             media_type=kind,
         )

@@ -6,8 +6,9 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 from pydantic import Field
 from tokenizers import Tokenizer
@@ -17,7 +18,7 @@ from triptych.client import AsyncClient, Client, PipelineConfig
 from triptych.client.flows import CALL_PARAMETERS, PRIORITY
 from triptych.container.manifests import MANIFEST_FILE, check_readable
 from triptych.gateway.errors import ApiError, as_json, invalid
-from triptych.gateway.http import WHOLE, Shared
+from triptych.gateway.http import OPERATIONS, WHOLE, Operation, Shared
 from triptych.gateway.keys import CALLER
 from triptych.repository.manifest import BuildManifest, find_manifest
 from triptych.runtime.request_errors import RequestError
@@ -47,9 +48,11 @@ Texts = str | Lines | _Ids | Annotated[list[_Ids], _SOME]
 """A text or token ids, or a list of them."""
 
 EMBEDDING, RERANKING, CLASSIFICATION = "text-embedding", "reranking", "text-classification"
+SPARSE = "sparse-embedding"
 FITS: Mapping[str, Callable[[Set[str]], bool]] = {
     EMBEDDING: lambda outputs: "embedding" in outputs,
     RERANKING: lambda outputs: outputs == {"score"},
+    SPARSE: lambda outputs: outputs == {"token_id", "weight"},
     CLASSIFICATION: lambda outputs: outputs >= {"label", "score"},
 }
 """Whether a pipeline with these outputs has a task."""
@@ -147,7 +150,7 @@ class PreprocessFiles:
 
     def tokenize(
         self, texts: Sequence[str], *, add_special_tokens: bool
-    ) -> list[list[dict[str, Any]]] | None:
+    ) -> list[list[dict[str, object]]] | None:
         """Return the tokens of each text without truncation; None if the rows are no texts."""
         tokenizer = self._whole_tokenizer()
         if tokenizer is None:
@@ -509,10 +512,27 @@ class Endpoints:
     does not answer.
     """
 
+    tag: str
+    """Group of its operations in the OpenAPI document."""
+
     def __init__(self, pipelines: Pipelines, shared: Shared) -> None:
         self._pipelines = pipelines
         self._limits = shared.limits
         self._items = shared.metrics.items
+
+    def operations(self) -> list[Operation]:
+        """Return the operations of the methods that `Operation` decorates."""
+        return [
+            replace(
+                each,
+                summary=(method.__doc__ or "").partition("\n")[0],
+                tag=self.tag,
+                handler=getattr(self, name),
+                body=get_type_hints(method).get("body"),
+            )
+            for name, method in vars(type(self)).items()
+            for each in getattr(method, OPERATIONS, ())
+        ]
 
     async def _texts(self, pipeline: Pipeline, given: Texts, field: str) -> list[str]:
         """Return the texts of a request, which may be token ids, and count them.

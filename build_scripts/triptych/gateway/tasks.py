@@ -5,18 +5,18 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, Field
 
 from triptych.client.plain import plain_outputs, request_parameter
 from triptych.client.wire import Parameter
-from triptych.gateway.errors import OPENAI, ApiError, invalid
+from triptych.gateway.errors import ApiError, invalid
 from triptych.gateway.http import Body, Operation
 from triptych.gateway.pipelines import Endpoints
 
 IMAGE = "image"
-_Row = dict[str, Any]
+_Row = dict[str, object]
 
 
 class TaskRequest(Body):
@@ -29,13 +29,13 @@ class TaskRequest(Body):
     """
 
     rows: Annotated[list[_Row], Field(min_length=1, fail_fast=True)]
-    parameters: dict[str, Any] = Field(default_factory=dict)
+    parameters: dict[str, object] = Field(default_factory=dict)
 
 
 class TaskResponse(BaseModel):
     """Outputs of each row, in the order of the request."""
 
-    rows: list[dict[str, Any]]
+    rows: list[dict[str, object]]
 
 
 class PipelineInfo(BaseModel):
@@ -44,39 +44,23 @@ class PipelineInfo(BaseModel):
     name: str
     inputs: list[str]
     outputs: list[str]
-    parameters: dict[str, Any]
+    parameters: dict[str, object]
     max_batch_size: int
 
 
 class Tasks(Endpoints):
     """Endpoints for pipelines by their name."""
 
-    def operations(self) -> list[Operation]:
-        """Return the operations for the table of the application."""
-        return [
-            Operation(
-                "/v1/pipelines/{name}",
-                "Send rows to a pipeline of any task but text generation.",
-                "Pipelines",
-                self.infer,
-                OPENAI,
-                TaskRequest,
-                TaskResponse,
-                rows="rows",
-                example={"rows": [{"text": "my delivery is late"}], "parameters": {"top_k": 3}},
-            ),
-            Operation(
-                "/v1/pipelines/{name}",
-                "Return inputs, outputs and parameters of a pipeline.",
-                "Pipelines",
-                self.describe,
-                OPENAI,
-                result=PipelineInfo,
-            ),
-        ]
+    tag = "Pipelines"
 
-    async def infer(self, body: TaskRequest, name: str) -> dict[str, Any]:
-        """Return the outputs of each row."""
+    @Operation(
+        "/v1/pipelines/{name}",
+        TaskResponse,
+        rows="rows",
+        example={"rows": [{"text": "my delivery is late"}], "parameters": {"top_k": 3}},
+    )
+    async def infer(self, body: TaskRequest, name: str) -> dict[str, object]:
+        """Send rows to a pipeline of any task but text generation."""
         self._limits.check_items("rows", len(body.rows))
         pipeline = self._pipelines.find(name)
         config = await pipeline.config()
@@ -86,7 +70,7 @@ class Tasks(Endpoints):
                 "unsupported_task",
                 f"`{name}` generates text. Call /v1/chat/completions or /v1/completions.",
             )
-        inputs: dict[str, list[Any]] = {each: [] for each in config.inputs}
+        inputs: dict[str, list[object]] = {each: [] for each in config.inputs}
         for index, row in enumerate(body.rows):
             if row.keys() != inputs.keys():
                 raise invalid(
@@ -109,12 +93,13 @@ class Tasks(Endpoints):
             ]
         }
 
-    async def describe(self, name: str) -> dict[str, Any]:
-        """Return the interface of a pipeline."""
+    @Operation("/v1/pipelines/{name}", PipelineInfo)
+    async def describe(self, name: str) -> dict[str, object]:
+        """Return inputs, outputs and parameters of a pipeline."""
         pipeline = self._pipelines.find(name)
         config = await pipeline.config()
         step = await pipeline.step()
-        rules: Mapping[str, Any] = (
+        rules: Mapping[str, object] = (
             {} if step is None else step.settings.get("request_parameters", {})
         )
         return {

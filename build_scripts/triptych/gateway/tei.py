@@ -19,6 +19,7 @@ from triptych.gateway.pipelines import (
     EMBEDDING,
     FITS,
     RERANKING,
+    SPARSE,
     Endpoints,
     Lines,
     Pipeline,
@@ -39,12 +40,17 @@ class _Inputs(_TeiBody):
     truncation_direction: Literal["right", "Right"] | None = None  # the pipeline's own
 
 
-class EmbedRequest(_Inputs):
-    """Request for embeddings."""
+class SparseRequest(_Inputs):
+    """Request for the terms of texts."""
 
     inputs: Texts
-    normalize: bool = True
     prompt_name: str | None = None
+
+
+class EmbedRequest(SparseRequest):
+    """Request for embeddings."""
+
+    normalize: bool = True
     dimensions: Annotated[int, Field(ge=1), WHOLE] | None = None
 
 
@@ -75,7 +81,7 @@ class SimilarityRequest(_TeiBody):
     """Request for the cosine similarity of a text to others."""
 
     inputs: SentencePairs
-    parameters: dict[str, Any] = Field(default_factory=dict)  # fields of EmbedRequest
+    parameters: dict[str, object] = Field(default_factory=dict)  # fields of EmbedRequest
 
 
 class TokenizeRequest(_TeiBody):
@@ -84,6 +90,13 @@ class TokenizeRequest(_TeiBody):
     inputs: str | Lines
     add_special_tokens: bool = True
     prompt_name: str | None = None
+
+
+class Term(BaseModel):
+    """Weight of a term, by its index in the vocabulary of the model."""
+
+    index: int
+    value: float
 
 
 class Rank(BaseModel):
@@ -115,7 +128,7 @@ class Info(BaseModel):
     """Properties of the pipeline, with the names of TEI."""
 
     model_id: str
-    model_type: dict[str, Any]
+    model_type: dict[str, object]
     max_input_length: int | None
     max_client_batch_size: int
     max_batch_requests: int
@@ -128,6 +141,7 @@ RootRequest = RootModel[
 ]
 AnyRerankRequest = RootModel[SkipValidation[TeiRerankRequest | RerankRequest]]
 Vectors = RootModel[list[list[float]]]
+Terms = RootModel[list[list[Term]]]
 Similarities = RootModel[list[float]]
 Ranks = RootModel[list[Rank]]
 AnyRanks = RootModel[list[Rank] | RerankResponse]
@@ -138,49 +152,33 @@ Results = RootModel[
 ]
 
 
+_LATE = {"inputs": ["my delivery is late"]}
+_QUERY = {"query": "where is my parcel?", "texts": ["parcels arrive on Tuesday"]}
+_PAIRS = {"inputs": {"source_sentence": "where is it?", "sentences": ["my delivery is late"]}}
+
+
 class Tei(Endpoints):
     """Endpoints of TEI: for the only pipeline of a task, or for that in the path."""
+
+    tag = "TEI"
 
     def __init__(self, pipelines: Pipelines, shared: Shared) -> None:
         super().__init__(pipelines, shared)
         self._documents = Cohere(pipelines, shared)
 
     def operations(self) -> list[Operation]:
-        """Return the operations for the table of the application."""
-        late = {"inputs": ["my delivery is late"]}
-        query = {"query": "where is my parcel?", "texts": ["parcels arrive on Tuesday"]}
-        pairs = {"inputs": {"source_sentence": "where is it?", "sentences": late["inputs"]}}
-        table: list[tuple[str, str, Any, type[BaseModel] | None, Any, str, dict[str, Any]]] = [
-            ("embed", "Return embeddings.", self.embed, EmbedRequest, Vectors, "inputs", late),
-            ("predict", "Return labels.", self.predict, PredictRequest, Labels, "inputs", late),
-            ("rerank", "Sort texts.", self.rerank, TeiRerankRequest, Ranks, "texts", query),
-            ("tokenize", "Return tokens.", self.tokenize, TokenizeRequest, Tokens, "inputs", late),
-            ("info", "Describe the pipeline.", self.info, None, Info, "", {}),
-            (
-                *("similarity", "Return cosine similarities.", self.similarity),
-                *(SimilarityRequest, Similarities, "inputs", pairs),
-            ),
-            (
-                *("", "Return embeddings, labels or ranks, by the pipeline.", self.root),
-                *(RootRequest, Results, "inputs", late),
-            ),
+        """Return the operations for the only pipeline of a task, and for that in the path."""
+        made = [replace(each, errors=TEI) for each in super().operations()]
+        named = [
+            replace(each, path=f"/tei/{{name}}{each.path}".removesuffix("/"))
+            for each in made
+            if each.handler != self.rerank_any
         ]
-        made = [
-            Operation(f"/{name}", summary, "TEI", handler, TEI, body, result, rows, example)
-            for name, summary, handler, body, result, rows, example in table
-        ]
-        named = [replace(each, path=f"/tei/{{name}}{each.path}".removesuffix("/")) for each in made]
-        # Infinity and vLLM have the API of Jina at TEI's path, where LiteLLM expects it.
-        of_both: dict[str, Any] = {
-            "handler": self.rerank_any,
-            "body": AnyRerankRequest,
-            "result": AnyRanks,
-        }
-        made = [replace(each, **of_both) if each.path == "/rerank" else each for each in made]
-        return [*made, *named]
+        return [*(each for each in made if each.handler != self.rerank), *named]
 
-    async def root(self, body: RootRequest, name: str | None = None) -> list[Any]:
-        """Return what the pipeline is for, as clients of endpoints with one model expect."""
+    @Operation("/", Results, "inputs", _LATE)
+    async def root(self, body: RootRequest, name: str | None = None) -> object:
+        """Return embeddings, similarities, labels or ranks, by the pipeline."""
         is_only = name is None and len(self._pipelines.names()) == 1
         pipeline = await self._find(name, None if is_only else EMBEDDING)
         outputs = (await pipeline.config()).outputs.keys()
@@ -193,6 +191,7 @@ class Tei(Endpoints):
             return await self.similarity(SimilarityRequest.model_validate(given), pipeline.name)
         return await self.embed(EmbedRequest.model_validate(given), pipeline.name)
 
+    @Operation("/embed", Vectors, "inputs", _LATE)
     async def embed(self, body: EmbedRequest, name: str | None = None) -> list[list[float]]:
         """Return an embedding of each text."""
         pipeline = await self._find(name, EMBEDDING)
@@ -214,6 +213,26 @@ class Tei(Endpoints):
         plain: list[list[float]] = vectors.tolist()
         return plain
 
+    @Operation("/embed_sparse", Terms, "inputs", _LATE)
+    async def embed_sparse(self, body: SparseRequest, name: str | None = None) -> object:
+        """Return the terms of each text with their weights, the highest first."""
+        pipeline = await self._find(name, SPARSE)
+        texts = await self._texts(pipeline, body.inputs, "inputs")
+        await pipeline.require(SPARSE)
+        if body.truncate is False:
+            await pipeline.check_lengths({"text": texts}, body.prompt_name)
+        found = await pipeline.client.embed_sparse(texts, prompt=body.prompt_name)
+        self._items.labels(pipeline.name).inc(len(texts))
+        await pipeline.spend_tokens({"text": texts})
+        return [
+            [
+                {"index": index, "value": value}
+                for index, value in zip(each.indices.tolist(), each.values.tolist(), strict=True)
+            ]
+            for each in found
+        ]
+
+    @Operation("/similarity", Similarities, "inputs", _PAIRS)
     async def similarity(self, body: SimilarityRequest, name: str | None = None) -> list[float]:
         """Return the cosine similarity of a text to each of the others."""
         texts = [body.inputs.source_sentence, *body.inputs.sentences]
@@ -224,11 +243,13 @@ class Tei(Endpoints):
         scores: list[float] = (vectors[1:] @ vectors[0]).tolist()
         return scores
 
-    async def predict(self, body: PredictRequest, name: str | None = None) -> list[Any]:
+    @Operation("/predict", Labels, "inputs", _LATE)
+    async def predict(self, body: PredictRequest, name: str | None = None) -> object:
         """Return all labels of each text, best first."""
-        given = body.inputs
-        is_batch = not isinstance(given, str) and bool(given) and not isinstance(given[0], str)
-        rows: list[Any] = given if is_batch else [[given] if isinstance(given, str) else given]  # type: ignore[assignment]
+        given = [body.inputs] if isinstance(body.inputs, str) else body.inputs
+        rows = [each for each in given if not isinstance(each, str)]
+        is_batch = bool(rows)
+        rows = rows or [[each for each in given if isinstance(each, str)]]
         self._limits.check_items("inputs", len(rows))
         sizes = {len(row) for row in rows}
         if not sizes <= {1, 2} or len(sizes) > 1:
@@ -255,15 +276,17 @@ class Tei(Endpoints):
         labels = [[{"label": c.label, "score": c.score} for c in each] for each in choices]
         return labels if is_batch else labels[0]
 
+    @Operation("/rerank", AnyRanks, "texts", _QUERY)
     async def rerank_any(self, body: AnyRerankRequest) -> Any:
-        """Return texts as TEI does, or documents as /v1/rerank does."""
+        """Sort texts as TEI does, or documents as /v1/rerank does."""
         given: Any = body.root
         if isinstance(given, dict) and "documents" in given and "texts" not in given:
             return await self._documents.rerank(RerankRequest.model_validate(given))
         return await self.rerank(TeiRerankRequest.model_validate(given))
 
-    async def rerank(self, body: TeiRerankRequest, name: str | None = None) -> list[dict[str, Any]]:
-        """Return texts, best first."""
+    @Operation("/rerank", Ranks, "texts", _QUERY)
+    async def rerank(self, body: TeiRerankRequest, name: str | None = None) -> list[object]:
+        """Sort texts by how well they answer a query."""
         self._limits.check_items("texts", len(body.texts))
         pipeline = await self._find(name, RERANKING)
         if body.truncate is False:
@@ -271,17 +294,16 @@ class Tei(Endpoints):
             await pipeline.check_lengths(columns, field="texts")
         ranked, _ = await rank(pipeline, body.query, body.texts, None, "texts")
         self._items.labels(pipeline.name).inc(len(body.texts))
-        results: list[dict[str, Any]] = [
-            {"index": each.index, "score": each.score} for each in ranked
+        return [
+            {"index": each.index, "score": each.score}
+            | ({"text": body.texts[each.index]} if body.return_text else {})
+            for each in ranked
         ]
-        if body.return_text:
-            for result in results:
-                result["text"] = body.texts[result["index"]]
-        return results
 
+    @Operation("/tokenize", Tokens, "inputs", _LATE)
     async def tokenize(
         self, body: TokenizeRequest, name: str | None = None
-    ) -> list[list[dict[str, Any]]]:
+    ) -> list[list[dict[str, object]]]:
         """Return the tokens of each text, as the pipeline makes them without truncation."""
         pipeline = await self._find(name)
         texts = await self._texts(pipeline, body.inputs, "inputs")
@@ -309,17 +331,20 @@ class Tei(Endpoints):
             raise invalid("path", "needs a pipeline of texts", pipeline.name, "Name another")
         return encoded
 
-    async def info(self, name: str | None = None) -> dict[str, Any]:
-        """Return properties of the pipeline."""
+    @Operation("/info", Info)
+    async def info(self, name: str | None = None) -> dict[str, object]:
+        """Describe the pipeline."""
         pipeline = await self._find(name)
         config = await pipeline.config()
         step = await pipeline.step()
         settings = {} if step is None else step.settings
         kinds = {EMBEDDING: "embedding", RERANKING: "reranker", CLASSIFICATION: "classifier"}
         kind = next((task for task, fits in FITS.items() if fits(config.outputs.keys())), "")
-        details: dict[str, Any] = {}
+        details: dict[str, object] = {}
         if kind == CLASSIFICATION:
             details["id2label"] = dict(enumerate(await pipeline.labels()))
+        elif kind == SPARSE:
+            kind, details["pooling"] = EMBEDDING, "splade"
         return {
             "model_id": pipeline.name,
             "model_type": {kinds.get(kind, "other"): details},
@@ -340,7 +365,7 @@ _MAX_OFF_UNIT = 1e-3
 """Maximum difference from 1 of the length of a vector that the model has normalized."""
 
 
-def check_not_normalized(vectors: NDArray[Any], dimensions: int | None) -> None:
+def check_not_normalized(vectors: NDArray[np.generic], dimensions: int | None) -> None:
     """Raise `ApiError` if the model normalizes its vectors [n, size], or if that is not known."""
     is_unit = abs(np.linalg.norm(vectors, axis=1) - 1).max() < _MAX_OFF_UNIT
     if is_unit or dimensions is not None:

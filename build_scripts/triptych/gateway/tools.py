@@ -7,7 +7,7 @@ import re
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from triptych.gateway.errors import invalid
 from triptych.gateway.http import Body
@@ -22,7 +22,7 @@ class Function(Body):
 
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: dict[str, object] | None = None
     strict: bool | None = None
 
 
@@ -60,12 +60,20 @@ class ToolCall(Body):
     type: Literal["function"]
     function: FunctionCall
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> dict[str, object]:
         """Return the call with its arguments as an object, if they are JSON."""
         made = self.model_dump()
         with suppress(ValueError, RecursionError):
             made["function"]["arguments"] = json.loads(self.function.arguments)
         return made
+
+
+class FoundCall(TypedDict):
+    """Call of a tool in an answer; the values of `function` are its name and arguments."""
+
+    id: str
+    type: str
+    function: dict[str, str]
 
 
 class CallSplitter:
@@ -84,7 +92,7 @@ class CallSplitter:
         self._held = ""
         self.count = 0
 
-    def add(self, text: str, finish: str) -> tuple[str, list[dict[str, Any]], str]:
+    def add(self, text: str, finish: str) -> tuple[str, list[FoundCall], str]:
         """Return text, calls and finish reason; text that may begin a call is held back.
 
         Args:
@@ -120,7 +128,7 @@ class CallSplitter:
         shown += left.rstrip() if finish and self.count else left
         return shown, calls, "tool_calls" if finish == "stop" and self.count else finish
 
-    def _read(self, content: str) -> dict[str, Any] | None:
+    def _read(self, content: str) -> FoundCall | None:
         """Return the call that JSON contains; None if it is none."""
         try:
             call = json.loads(content)
@@ -128,7 +136,7 @@ class CallSplitter:
         except (ValueError, RecursionError, KeyError, TypeError):
             return None
 
-    def _call(self, name: str, arguments: str) -> dict[str, Any]:
+    def _call(self, name: str, arguments: str) -> FoundCall:
         self.count += 1
         function = {"name": name, "arguments": arguments}
         return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
@@ -145,7 +153,7 @@ def _safe_size(text: str) -> int:
 
 def choose_tools(
     tools: Sequence[Tool], choice: str | NamedTool | None, *, only_first: bool = False
-) -> tuple[list[dict[str, Any]], CallSplitter | None]:
+) -> tuple[list[dict[str, object]], CallSplitter | None]:
     """Return the tools for the chat template, and the splitter of the answer.
 
     Raises:
@@ -156,7 +164,7 @@ def choose_tools(
             raise invalid("tool_choice", "needs tools", "none", "Send tools")
         return [], None
     functions = [tool.function for tool in tools]
-    schema = None
+    schema: dict[str, Any] | None = None
     if choice not in (None, "auto"):
         if isinstance(choice, NamedTool):
             functions = [each for each in functions if each.name == choice.function.name]
@@ -171,7 +179,7 @@ def choose_tools(
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def _call_schema(function: Function) -> dict[str, Any]:
+def _call_schema(function: Function) -> dict[str, object]:
     return {
         "type": "object",
         "properties": {
