@@ -155,7 +155,7 @@ class Operation:
         is_open: Whether it needs no key.
         streams: Whether the response may be server-sent events.
         media_type: Media type of the response.
-        summary: What it does; the first line of the docstring of a method.
+        summary: Purpose; the first line of the docstring of a method.
         tag: Group of the operation in the OpenAPI document.
         handler: Called with the body, if there is one, and the parameters of the path.
         body: Type of the body, which is that of the argument `body` of a method; None for GET.

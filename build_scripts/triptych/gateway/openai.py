@@ -145,7 +145,7 @@ class OpenAi(Endpoints):
 
     @Operation("/v1/models", ModelList)
     async def models(self) -> dict[str, object]:
-        """List pipelines."""
+        """List all pipelines and aliases."""
         names = self._pipelines.names_and_aliases()
         return {"object": "list", "data": [self._model(name) for name in names]}
 

@@ -46,7 +46,7 @@ class FileRow(NamedTuple):
     """A row of a file.
 
     Attributes:
-        values: Values by column; the text of a row that cannot be read as `line`.
+        values: Values by column; of a line that is no JSON object, the line as `line`.
         fault: Reason why it cannot be sent; empty for none.
         line: Its JSON object as it stands in the file; empty in other formats.
         cells: Its cells as they stand in the file; empty in other formats.
@@ -215,7 +215,7 @@ class _TextTable:
     def scan(self) -> Scan:
         rows, columns = 0, dict[str, None]()
         for rows, row in enumerate(self.rows(), 1):  # noqa: B007
-            if not row.fault:
+            if row.line or not row.fault:  # else the line is no object
                 columns |= dict.fromkeys(row.values)
         return Scan(rows, list(columns))
 
@@ -312,7 +312,7 @@ class PlainText(JsonLines):
             try:
                 yield FileRow(self.parse(line))
             except ValueError as error:
-                yield FileRow({"line": line}, str(error))
+                yield FileRow({"text": line}, str(error))
 
     def _is_blank(self, line: str) -> bool:
         return False
