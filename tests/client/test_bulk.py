@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from client_toy import Toy, expected, texts_of_many_lengths, wait_until
 from triptych.base.errors import UserError
+from triptych.interface.bulk.files import open_rows
 from triptych.interface.bulk.jobs import BulkOptions
 from triptych.interface.bulk.run import BulkProgress, run
 from triptych.interface.cli import app
@@ -249,3 +250,15 @@ def test_rows_of_jsonl_have_parameters_of_their_own(toy: Toy, tmp_path: Path) ->
     assert (found[1]["label"], found[1]["classifier.label"]) == ("mine", ["x", "y"])
     assert "`parameters.x`" in found[2]["error"]
     assert found[3]["error"] == "`text` must be text. Given: 7"
+
+
+def test_faulty_rows_keep_their_columns(tmp_path: Path) -> None:
+    rows, text = tmp_path / "rows.jsonl", tmp_path / "rows.txt"
+    rows.write_text('{"text": "a"}\n{"text": "b", "parameters": 7, "only_here": "x"}\nnothing\n')
+    assert open_rows(rows).scan().columns == ["text", "parameters", "only_here"]
+    text.write_bytes(b"a\nb\xff\n")
+    (chunk,) = open_rows(text).chunks({"text": "text"}, 3, 0)
+    assert chunk.columns["text"][0] == "a"
+    assert isinstance(chunk.original, list)
+    assert [row.values["text"] for row in chunk.original] == ["a", "b\udcff"]
+    assert list(chunk.faults) == [1]

@@ -93,17 +93,11 @@ def versions_of(*distributions: str) -> dict[str, str]:
 
 
 class Stage(NamedTuple):
-    """Result of a stage.
+    """Result of a stage."""
 
-    Attributes:
-        folder: Folder with the files.
-        cached: Whether the result was in the cache.
-        files: SHA-256 in hex by path in the folder, computed just now.
-    """
-
-    folder: Path
-    cached: bool
-    files: Mapping[str, str]
+    folder: Path  # Folder with the files
+    cached: bool  # Whether the result was in the cache
+    files: Mapping[str, str]  # SHA-256 in hex by path in the folder, computed just now
 
 
 def cached_stage(

@@ -50,18 +50,13 @@ Side = Literal["below", "above", "open"]
 
 @dataclass(frozen=True)
 class Ratio:
-    """Ratio of a metric to another, or to a limit.
+    """Ratio of a metric to another, or to a limit."""
 
-    Attributes:
-        value: Geometric mean over the rounds.
-        bounds: Bounds of the 95 % confidence interval; None after a single round.
-        rounds: Number of rounds, the smaller one of two samples.
-        noise: Standard deviation of the logarithm of one round; None after a single round.
-    """
-
-    value: float
+    value: float  # Geometric mean over the rounds
+    # Bounds of the 95 % confidence interval; None after a single round.
     bounds: tuple[float, float] | None
-    rounds: int
+    rounds: int  # Number of rounds, the smaller one of two samples
+    # Standard deviation of the logarithm of one round; None after a single round.
     noise: float | None
 
     @property

@@ -11,21 +11,13 @@ _T = TypeVar("_T")
 
 
 class Count(NamedTuple):
-    """Progress of a loop.
+    """Progress of a loop."""
 
-    Attributes:
-        done: Number of items done.
-        total: Number of all items.
-        unit: Noun of the items, in the plural.
-        per_s: Items done per second; 0 if unknown.
-        note: Text after the rate, or empty.
-    """
-
-    done: int
-    total: int
-    unit: str
-    per_s: float
-    note: str = ""
+    done: int  # Number of items done
+    total: int  # Number of all items
+    unit: str  # Noun of the items, in the plural
+    per_s: float  # Items done per second; 0 if unknown
+    note: str = ""  # Text after the rate, or empty
 
     def __str__(self) -> str:
         text = f"{self.done:,} of {self.total:,} {self.unit}"

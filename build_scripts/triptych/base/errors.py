@@ -76,23 +76,14 @@ class UserError(Exception):
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of `lint` or `doctor`: the broken rule, its place and a remedy.
+    """Result of `lint` or `doctor`: the broken rule, its place and a remedy."""
 
-    Attributes:
-        id: Stable name of the check, in kebab case (``ensemble-wiring``).
-        severity: ``error`` makes the command exit with 1; ``warning`` and ``info`` do not.
-        file: Path relative to the checked folder; empty for the machine itself.
-        rule: Rule that is broken.
-        given: Value found.
-        remedy: Instruction that fixes it.
-    """
-
-    id: str
-    severity: Severity
-    file: str
-    rule: str
-    given: str
-    remedy: str
+    id: str  # Stable name of the check, in kebab case (``ensemble-wiring``)
+    severity: Severity  # ``error`` makes the command exit with 1; ``warning`` and ``info`` do not
+    file: str  # Path relative to the checked folder; empty for the machine itself
+    rule: str  # Rule that is broken
+    given: str  # Value found
+    remedy: str  # Instruction that fixes it
 
     def as_dict(self) -> dict[str, str]:
         """Return the six parts, for ``--json``."""

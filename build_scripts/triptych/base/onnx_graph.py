@@ -39,17 +39,12 @@ def hashes_of_graph(files: Mapping[str, str]) -> dict[str, str]:
 
 
 class GraphTensor(NamedTuple):
-    """An input or output of a graph.
+    """An input or output of a graph."""
 
-    Attributes:
-        name: Name of the tensor.
-        kind: Type of the elements as ONNX names it, such as ``FLOAT``.
-        axes: Size of each axis, or its name; an axis without either is named after the tensor.
-            None if the file does not contain them.
-    """
-
-    name: str
-    kind: str
+    name: str  # Name of the tensor
+    kind: str  # Type of the elements as ONNX names it, such as ``FLOAT``
+    # Size of each axis, or its name; an axis without either is named after the tensor. None if the
+    # file does not contain them.
     axes: tuple[int | str, ...] | None
 
     @property
@@ -59,17 +54,12 @@ class GraphTensor(NamedTuple):
 
 
 class GraphInterface(NamedTuple):
-    """Inputs and outputs of a graph, and the entries that its exporter added.
+    """Inputs and outputs of a graph, and the entries that its exporter added."""
 
-    Attributes:
-        inputs: Inputs without weights.
-        weight_files: Names of the files with weights beside the graph.
-    """
-
-    inputs: tuple[GraphTensor, ...]
+    inputs: tuple[GraphTensor, ...]  # Inputs without weights
     outputs: tuple[GraphTensor, ...]
     metadata: Mapping[str, str]
-    weight_files: tuple[str, ...]
+    weight_files: tuple[str, ...]  # Names of the files with weights beside the graph
 
 
 def read_interface(path: Path) -> GraphInterface:

@@ -28,20 +28,13 @@ Feature = Literal[
 
 @dataclass(frozen=True)
 class KnownDefect:
-    """Defect that every supported release has until it is `fixed`.
+    """Defect that every supported release has until it is `fixed`."""
 
-    Attributes:
-        feature: Part of a repository that meets it.
-        effect: Clause that follows "In this release,".
-        fixed: First release without the defect; None if no release has a fix.
-        source: Issue or pull request of Triton, or its release notes.
-        workaround: Sentence for users who cannot use another release; empty if nothing helps.
-    """
-
-    feature: Feature
-    effect: str
-    fixed: Release | None
-    source: str
+    feature: Feature  # Part of a repository that meets it
+    effect: str  # Clause that follows "In this release,"
+    fixed: Release | None  # First release without the defect; None if no release has a fix
+    source: str  # Issue or pull request of Triton, or its release notes
+    # Sentence for users who cannot use another release; empty if nothing helps.
     workaround: str = ""
 
     def is_in(self, release: Release) -> bool:
@@ -51,19 +44,12 @@ class KnownDefect:
 
 @dataclass(frozen=True)
 class ReleaseChange:
-    """Intended change of what a server does for an unchanged repository.
+    """Intended change of what a server does for an unchanged repository."""
 
-    Attributes:
-        feature: Part of a repository that is concerned.
-        release: First release with the change.
-        effect: Sentence on what differs.
-        source: Issue or pull request of Triton, or its release notes.
-    """
-
-    feature: Feature
-    release: Release
-    effect: str
-    source: str
+    feature: Feature  # Part of a repository that is concerned
+    release: Release  # First release with the change
+    effect: str  # Sentence on what differs
+    source: str  # Issue or pull request of Triton, or its release notes
 
 
 KNOWN_DEFECTS: tuple[KnownDefect, ...] = (

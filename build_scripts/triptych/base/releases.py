@@ -26,16 +26,12 @@ class Release:
 
 @dataclass(frozen=True)
 class Since:
-    """Feature that exists from one release on.
+    """Feature that exists from one release on."""
 
-    Attributes:
-        name: Dotted path in the config (``ensemble_scheduling.max_inflight_requests``), key of
-            `parameters`, or server flag without dashes (``metrics-config.x`` for a setting in it).
-        release: First release that supports it for models like the generated ones.
-    """
-
+    # Dotted path in the config (``ensemble_scheduling.max_inflight_requests``), key of
+    # `parameters`, or server flag without dashes (``metrics-config.x`` for a setting in it).
     name: str
-    release: Release
+    release: Release  # First release that supports it for models like the generated ones
 
 
 OLDEST = Release(24, 10)

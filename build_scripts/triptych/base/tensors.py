@@ -13,21 +13,14 @@ DType = Literal[
 
 @dataclass(frozen=True)
 class Tensor:
-    """A named tensor without its batch dimension.
+    """A named tensor without its batch dimension."""
 
-    Attributes:
-        name: Name in Triton and in the ONNX graph.
-        dtype: Triton data type of the elements.
-        dims: Size of each axis; a string names an axis of variable size.
-        content: Content of the elements of a BYTES tensor.
-        optional: Whether a request may leave out the input, or a response the output.
-    """
-
-    name: str
-    dtype: DType
-    dims: tuple[int | str, ...]
+    name: str  # Name in Triton and in the ONNX graph
+    dtype: DType  # Triton data type of the elements
+    dims: tuple[int | str, ...]  # Size of each axis; a string names an axis of variable size
+    # Content of the elements of a BYTES tensor.
     content: Literal["text", "json", "image", "bytes"] = "text"
-    optional: bool = False
+    optional: bool = False  # Whether a request may leave out the input, or a response the output
 
     @property
     def config_type(self) -> str:
@@ -88,14 +81,8 @@ def made_by_server(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 class TokenRow(NamedTuple):
-    """One row as the core gets it, not padded.
+    """One row as the core gets it, not padded."""
 
-    Attributes:
-        ids: its tokens.
-        first_segment: tokens before the second segment; all of them where there is only one.
-        prompt: tokens at the beginning that are left out of pooling.
-    """
-
-    ids: tuple[int, ...]
-    first_segment: int
-    prompt: int = 0
+    ids: tuple[int, ...]  # its tokens
+    first_segment: int  # tokens before the second segment; all of them where there is only one
+    prompt: int = 0  # tokens at the beginning that are left out of pooling

@@ -49,21 +49,13 @@ WARM_UP_REQUESTS = 100
 
 @dataclass(frozen=True)
 class Throughput:
-    """Throughput of one candidate: medians over its rounds.
+    """Throughput of one candidate: medians over its rounds."""
 
-    Attributes:
-        throughput_per_s: Answered requests per second, of one row each.
-        lowest_per_s: Throughput in the slowest round.
-        highest_per_s: Throughput in the fastest round.
-        p99_ms: 99th percentile of the latency.
-        rounds: Number of rounds in which the candidate was measured.
-    """
-
-    throughput_per_s: float
-    lowest_per_s: float
-    highest_per_s: float
-    p99_ms: float
-    rounds: int
+    throughput_per_s: float  # Answered requests per second, of one row each
+    lowest_per_s: float  # Throughput in the slowest round
+    highest_per_s: float  # Throughput in the fastest round
+    p99_ms: float  # 99th percentile of the latency
+    rounds: int  # Number of rounds in which the candidate was measured
 
 
 def measure_throughputs(

@@ -25,24 +25,16 @@ from triptych.spec.plan import Plan
 
 @dataclass(frozen=True)
 class BuildOutcome:
-    """Outcome of a build.
-
-    Attributes:
-        changed: Names of the models written; empty when everything was up to date.
-        gate: Result of the gate.
-        findings: Warnings and notes of lint.
-        plan: Plan of an encoder; None for other kinds.
-        not_packed_reason: Reason why the layout is not packed although the spec requests it;
-            empty otherwise.
-        attention: Operators that compute attention for a GPU, with the reason; empty for a CPU.
-    """
+    """Outcome of a build."""
 
     pipeline: str
-    changed: tuple[str, ...]
-    gate: GateResult
-    findings: tuple[Finding, ...]
-    plan: Plan | None = None
+    changed: tuple[str, ...]  # Names of the models written; empty when everything was up to date
+    gate: GateResult  # Result of the gate
+    findings: tuple[Finding, ...]  # Warnings and notes of lint
+    plan: Plan | None = None  # Plan of an encoder; None for other kinds
+    # Reason why the layout is not packed although the spec requests it; empty otherwise.
     not_packed_reason: str = ""
+    # Operators that compute attention for a GPU, with the reason; empty for a CPU.
     attention: str = ""
 
     def as_dict(self) -> dict[str, object]:

@@ -36,19 +36,13 @@ REASON = "hooks.py was edited, and the accuracy gate has not run yet"
 
 @dataclass(frozen=True)
 class Round:
-    """Result of checking and building a pipeline once.
+    """Result of checking and building a pipeline once."""
 
-    Attributes:
-        checks: Checks of the pipeline's files; empty if the files could not be read.
-        built: Outcome of the build; None if a check or the build failed.
-        failure: Exception that ended the round; None if there was none.
-        seconds: Duration of the round in seconds.
-    """
-
+    # Checks of the pipeline's files; empty if the files could not be read.
     checks: tuple[Check, ...]
-    built: BuildOutcome | None
-    failure: Exception | None
-    seconds: float
+    built: BuildOutcome | None  # Outcome of the build; None if a check or the build failed
+    failure: Exception | None  # Exception that ended the round; None if there was none
+    seconds: float  # Duration of the round in seconds
 
     @property
     def problems(self) -> list[Check]:

@@ -127,15 +127,10 @@ def _check_functions(spec: ModelSpec, hooks: ModuleType | None) -> Check:
 
 
 class _Chunk(NamedTuple):
-    """Rows of the traffic in one request, or one row.
+    """Rows of the traffic in one request, or one row."""
 
-    Attributes:
-        inputs: Inputs and parameters of the request.
-        rows: Indices of the rows in the traffic.
-    """
-
-    inputs: RowInputs
-    rows: Sequence[int]
+    inputs: RowInputs  # Inputs and parameters of the request
+    rows: Sequence[int]  # Indices of the rows in the traffic
 
 
 def _run_functions(

@@ -89,17 +89,12 @@ Rows = Mapping[int, Row]
 
 @dataclass(frozen=True)
 class Check:
-    """Result of one check.
+    """Result of one check."""
 
-    Attributes:
-        name: Stable name in kebab case.
-        severity: Severity; ``error`` makes the command exit with 1.
-        note: Finding in words; the problem if there is one.
-    """
-
-    name: str
+    name: str  # Stable name in kebab case
+    # Severity; ``error`` makes the command exit with 1.
     severity: Literal["ok", "warning", "error"] = "ok"
-    note: str = ""
+    note: str = ""  # Finding in words; the problem if there is one
 
     def as_dict(self) -> dict[str, object]:
         """Return plain data for ``--json``; ``ok`` is false for errors only."""

@@ -50,24 +50,16 @@ class ServingDevice(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """Limits of the differences from the reference.
+    """Limits of the differences from the reference."""
 
-    Attributes:
-        floats: Scale of each output with fractional numbers: the largest of the reference, at
-            least 1.
-        json: Outputs whose elements are JSON texts.
-        max_difference: Limit of the largest difference of a number by that scale.
-        edge_error: Limit of a row's relative error; infinite for none.
-        unlike: Share of the rows that may have other labels or texts than the reference.
-        strict: Whether every number has to be within the limits. If functions of the pipeline
-            round the outputs, rows with other numbers count as `unlike`.
-    """
-
+    # Scale of each output with fractional numbers: the largest of the reference, at least 1.
     floats: Mapping[str, float]
-    json: Sequence[str]
-    max_difference: float
-    edge_error: float
-    unlike: float
+    json: Sequence[str]  # Outputs whose elements are JSON texts
+    max_difference: float  # Limit of the largest difference of a number by that scale
+    edge_error: float  # Limit of a row's relative error; infinite for none
+    unlike: float  # Share of the rows that may have other labels or texts than the reference
+    # Whether every number has to be within the limits. If functions of the pipeline round the
+    # outputs, rows with other numbers count as `unlike`.
     strict: bool
 
 
@@ -88,20 +80,13 @@ def find_device(machine: Machine, release: str, *, on_gpu: bool) -> ServingDevic
 
 
 class PipelineCheck(NamedTuple):
-    """Check of one pipeline.
-
-    Attributes:
-        file: Its `ROWS_FILE`.
-        digest: SHA-256 of the file by the build manifest, in hex; empty if the build has no rows.
-        device: Device that computes its core.
-        key: Hashes of the build and of the device, as of `make_key`.
-    """
+    """Check of one pipeline."""
 
     pipeline: str
-    file: Path
-    digest: str
-    device: ServingDevice
-    key: str
+    file: Path  # Its `ROWS_FILE`
+    digest: str  # SHA-256 of the file by the build manifest, in hex; empty if the build has no rows
+    device: ServingDevice  # Device that computes its core
+    key: str  # Hashes of the build and of the device, as of `make_key`
 
     def run(self, url: str) -> str:
         """Send the rows to the server at `url`; return the fault in one sentence, if any."""

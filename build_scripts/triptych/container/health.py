@@ -122,35 +122,24 @@ def find_server_fault(url: str) -> str | None:
 
 
 class _Fault(NamedTuple):
-    """Fault in a few words.
-
-    Attributes:
-        may_be_busy: Whether a server that computes other requests may show it, too.
-        is_refusal: Whether a step refused the request because of overload.
-        is_of_core: Whether neither a step nor a full queue refused the request.
-    """
+    """Fault in a few words."""
 
     text: str
-    may_be_busy: bool = False
-    is_refusal: bool = False
-    is_of_core: bool = False
+    may_be_busy: bool = False  # Whether a server that computes other requests may show it, too
+    is_refusal: bool = False  # Whether a step refused the request because of overload
+    is_of_core: bool = False  # Whether neither a step nor a full queue refused the request
 
 
 class _Question(NamedTuple):
-    """Request to a pipeline.
-
-    Attributes:
-        models: Names of the models of the ensemble whose progress shows that it is busy; none if it
-            generates text.
-        work: Tokens of the largest batch, by those of the request.
-        is_cached: Whether a response cache may hold the answer.
-    """
+    """Request to a pipeline."""
 
     pipeline: str
     body: bytes
+    # Names of the models of the ensemble whose progress shows that it is busy; none if it generates
+    # text.
     models: Sequence[str] = ()
-    work: float = 1.0
-    is_cached: bool = False
+    work: float = 1.0  # Tokens of the largest batch, by those of the request
+    is_cached: bool = False  # Whether a response cache may hold the answer
 
     def ask(self, url: str) -> _Fault | None:
         """Return the fault of the pipeline."""

@@ -81,26 +81,19 @@ class EngineTarget(NamedTuple):
 
 
 class StartupManifest(NamedTuple):
-    """Fields of a build manifest that the startup check needs.
+    """Fields of a build manifest that the startup check needs."""
 
-    Attributes:
-        files: SHA-256 in hex of each file by path relative to the repository.
-        needs_engine: Whether the pipeline's own core runs on TensorRT.
-        engine: Engine of the core; None if it has not been built.
-        gpus: Ids of the GPUs that the core runs on; None for all that the server sees.
-        instruction_sets: Instruction sets of the processor with which the precision was measured.
-        slowdown: Throughput of the chosen precision by that of fp32, where both were measured.
-        fp32_by_openvino: Whether OpenVINO must compute the core in fp32.
-        machine: Name of the machine that ``config.pbtxt`` is planned for; empty if none was given.
-    """
-
-    files: Mapping[str, str]
-    needs_engine: bool = False
-    engine: EngineTarget | None = None
+    files: Mapping[str, str]  # SHA-256 in hex of each file by path relative to the repository
+    needs_engine: bool = False  # Whether the pipeline's own core runs on TensorRT
+    engine: EngineTarget | None = None  # Engine of the core; None if it has not been built
+    # Ids of the GPUs that the core runs on; None for all that the server sees.
     gpus: tuple[int, ...] | None = ()
+    # Instruction sets of the processor with which the precision was measured.
     instruction_sets: tuple[str, ...] = ()
+    # Throughput of the chosen precision by that of fp32, where both were measured.
     slowdown: float | None = None
-    fp32_by_openvino: bool = False
+    fp32_by_openvino: bool = False  # Whether OpenVINO must compute the core in fp32
+    # Name of the machine that ``config.pbtxt`` is planned for; empty if none was given.
     machine: str = ""
 
 

@@ -35,16 +35,12 @@ _METRIC = re.compile(
 
 
 class Executions(NamedTuple):
-    """Batches, requests and rows that a model has computed since it was loaded.
-
-    Attributes:
-        seconds: Sum over the requests of the durations of their batches.
-    """
+    """Batches, requests and rows that a model has computed since it was loaded."""
 
     batches: float = 0.0
     requests: float = 0.0
     rows: float = 0.0
-    seconds: float = 0.0
+    seconds: float = 0.0  # Sum over the requests of the durations of their batches
 
 
 def read_executions(metrics: bytes) -> dict[str, Executions]:
@@ -66,20 +62,13 @@ def read_executions(metrics: bytes) -> dict[str, Executions]:
 
 @dataclass
 class ModelProgress:
-    """Progress of a model. Times are by `time.monotonic`, which all processes share.
+    """Progress of a model. Times are by `time.monotonic`, which all processes share."""
 
-    Attributes:
-        done: Executions at the last check.
-        checked_at: Time of the last check.
-        since: Time since when requests have waited and no batch was finished.
-        longest_s: Duration of the longest batch.
-        row_s: Duration of the last row alone. Without one, the least mean of the rows of batches.
-    """
-
-    done: Executions = field(default_factory=Executions)
-    checked_at: float = -math.inf
-    since: float = 0.0
-    longest_s: float = 0.0
+    done: Executions = field(default_factory=Executions)  # Executions at the last check
+    checked_at: float = -math.inf  # Time of the last check
+    since: float = 0.0  # Time since when requests have waited and no batch was finished
+    longest_s: float = 0.0  # Duration of the longest batch
+    # Duration of the last row alone. Without one, the least mean of the rows of batches.
     row_s: float = 0.0
 
     def update(self, done: Executions, now: float, *, answered: bool) -> None:

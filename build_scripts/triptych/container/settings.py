@@ -38,11 +38,7 @@ _CACHE = re.compile(r"[a-z0-9_]+(,[a-z0-9_]+=[^,\s]+)+")
 
 
 class Settings(NamedTuple):
-    """Checked settings; docker/server.md describes each.
-
-    Attributes:
-        state: Folder for what outlives the server; None without one.
-    """
+    """Checked settings; docker/server.md describes each."""
 
     repository: Path
     server: str
@@ -55,7 +51,7 @@ class Settings(NamedTuple):
     machine: str
     cores: int | None
     device_check: DeviceCheckMode
-    state: Path | None
+    state: Path | None  # Folder for what outlives the server; None without one
     options: ServerFlags
 
     @property

@@ -279,17 +279,11 @@ CALIBRATION_ROWS = 512
 
 @dataclass(frozen=True)
 class GateRows:
-    """Rows of the gate and rows to calibrate with.
+    """Rows of the gate and rows to calibrate with."""
 
-    Attributes:
-        requests: Requests of the gate, edge cases first.
-        calibration: Core rows of the traffic that the gate does not use.
-        probe: Requests that every core of lower precision is additionally checked with; none for
-            images.
-    """
-
-    requests: tuple[GateRequest, ...]
-    calibration: tuple[Sample, ...]
+    requests: tuple[GateRequest, ...]  # Requests of the gate, edge cases first
+    calibration: tuple[Sample, ...]  # Core rows of the traffic that the gate does not use
+    # Requests that every core of lower precision is additionally checked with; none for images.
     probe: tuple[GateRequest, ...]
 
     def __str__(self) -> str:
@@ -405,17 +399,11 @@ LONGEST = 400
 
 @dataclass(frozen=True)
 class Variety:
-    """Diversity of texts, ignoring numbers in them.
+    """Diversity of texts, ignoring numbers in them."""
 
-    Attributes:
-        words: Number of different words; in scripts without blanks, of whole phrases.
-        vocabulary_share: Number of different words divided by the number of all words.
-        near_duplicates: Share of the texts that are near duplicates of an earlier text.
-    """
-
-    words: int
-    vocabulary_share: float
-    near_duplicates: float
+    words: int  # Number of different words; in scripts without blanks, of whole phrases
+    vocabulary_share: float  # Number of different words divided by the number of all words
+    near_duplicates: float  # Share of the texts that are near duplicates of an earlier text
 
 
 def measure_diversity(requests: Sequence[GateRequest]) -> Variety | None:

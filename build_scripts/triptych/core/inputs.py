@@ -57,56 +57,38 @@ LABELED_ROWS = 2000
 
 @dataclass(frozen=True)
 class LabeledRequests:
-    """Rows of ``eval.jsonl``.
+    """Rows of ``eval.jsonl``."""
 
-    Attributes:
-        rows: Rows with the user's labels.
-        requests: Requests of the rows, in order.
-        notes: Remarks for the gate's result.
-    """
-
-    rows: tuple[LabeledRow, ...] = ()
-    requests: tuple[GateRequest, ...] = ()
-    notes: tuple[str, ...] = ()
+    rows: tuple[LabeledRow, ...] = ()  # Rows with the user's labels
+    requests: tuple[GateRequest, ...] = ()  # Requests of the rows, in order
+    notes: tuple[str, ...] = ()  # Remarks for the gate's result
 
 
 @dataclass(frozen=True)
 class PipelineInputs:
-    """Everything that is known before the export.
+    """Everything that is known before the export."""
 
-    Attributes:
-        plan: Plan of the build.
-        model_folder: Local folder of the model's files.
-        tokenizer_file: The runtime's tokenizer; None for images.
-        requests: Requests of the gate, edge cases first.
-        calibration: Core rows of the traffic that the gate does not use.
-        probe: Additional requests of the gate for lower precision, independent of the traffic; none
-            for images.
-        hooks: Content of the pipeline's ``hooks.py``; None if it has none.
-        labeled: Rows with ground truth, if there are any.
-        traffic: Every request of ``traffic.jsonl`` as a client sends it, for load tests.
-        chain: Functions and models of an own pipeline with several models, of which these are the
-            inputs of one; else None.
-        others: Inputs of the other models.
-        upstream: Hashes of the cores whose results are among the requests, by model.
-        coarsest: Lowest precision of these cores.
-        make_device_rows: Makes requests without values of the traffic, for the check on the device
-            that serves.
-    """
-
-    plan: Plan
-    model_folder: Path
-    tokenizer_file: Path | None
-    requests: tuple[GateRequest, ...]
-    calibration: tuple[Sample, ...]
+    plan: Plan  # Plan of the build
+    model_folder: Path  # Local folder of the model's files
+    tokenizer_file: Path | None  # The runtime's tokenizer; None for images
+    requests: tuple[GateRequest, ...]  # Requests of the gate, edge cases first
+    calibration: tuple[Sample, ...]  # Core rows of the traffic that the gate does not use
+    # Additional requests of the gate for lower precision, independent of the traffic; none for
+    # images.
     probe: tuple[GateRequest, ...]
-    hooks: bytes | None
+    hooks: bytes | None  # Content of the pipeline's ``hooks.py``; None if it has none
+    # Rows with ground truth, if there are any.
     labeled: LabeledRequests = field(default_factory=LabeledRequests)
+    # Every request of ``traffic.jsonl`` as a client sends it, for load tests.
     traffic: tuple[Mapping[str, Any], ...] = ()
+    # Functions and models of an own pipeline with several models, of which these are the inputs of
+    # one; else None.
     chain: Chain | None = None
-    others: tuple[PipelineInputs, ...] = ()
+    others: tuple[PipelineInputs, ...] = ()  # Inputs of the other models
+    # Hashes of the cores whose results are among the requests, by model.
     upstream: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    coarsest: Precision = "fp32"
+    coarsest: Precision = "fp32"  # Lowest precision of these cores
+    # Makes requests without values of the traffic, for the check on the device that serves.
     make_device_rows: Callable[[], Sequence[GateRequest]] = tuple
 
     @property

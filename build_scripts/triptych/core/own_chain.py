@@ -93,23 +93,14 @@ def open_artifact(file: Path) -> RunGraph:
 
 @dataclass(frozen=True)
 class Chain:
-    """Models and functions of an own pipeline with several models.
+    """Models and functions of an own pipeline with several models."""
 
-    Attributes:
-        stages: Functions and their models.
-        maker: Batch encoder of the first function.
-        steps: Functions between models, in the order of the stages.
-        decoder: Decoder that calls `postprocess`.
-        originals: Functions that run the models of the user, in place of the cores, by name.
-        key: Hash of the models.
-    """
-
-    stages: tuple[OwnStage, ...]
-    maker: OwnRowMaker
-    steps: tuple[OwnStep, ...]
-    decoder: OwnDecoder
-    originals: Runs
-    key: str
+    stages: tuple[OwnStage, ...]  # Functions and their models
+    maker: OwnRowMaker  # Batch encoder of the first function
+    steps: tuple[OwnStep, ...]  # Functions between models, in the order of the stages
+    decoder: OwnDecoder  # Decoder that calls `postprocess`
+    originals: Runs  # Functions that run the models of the user, in place of the cores, by name
+    key: str  # Hash of the models
 
     def find(self, model: str) -> tuple[int, ModelNames]:
         """Return the index of a model's stage, and the names of its arrays."""

@@ -57,19 +57,12 @@ def takes_rows(hooks: ModuleType | None, spec: ModelSpec) -> bool:
 
 
 class Stages(NamedTuple):
-    """The functions and models of a pipeline, as far as some requests show them.
+    """The functions and models of a pipeline, as far as some requests show them."""
 
-    Attributes:
-        stages: Functions and models; a single model has an empty name.
-        graphs: Interface of each model.
-        rows: Core rows of each model.
-        spec: Spec of the pipeline, with `scalars` of each module.
-    """
-
-    stages: tuple[OwnStage, ...]
-    graphs: Mapping[str, OwnGraph]
-    rows: Mapping[str, Sequence[Sample]]
-    spec: ModelSpec
+    stages: tuple[OwnStage, ...]  # Functions and models; a single model has an empty name
+    graphs: Mapping[str, OwnGraph]  # Interface of each model
+    rows: Mapping[str, Sequence[Sample]]  # Core rows of each model
+    spec: ModelSpec  # Spec of the pipeline, with `scalars` of each module
 
 
 def find_stages(

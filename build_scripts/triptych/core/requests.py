@@ -32,28 +32,18 @@ MIN_RECOMMENDED_ROWS = 200
 
 @dataclass(frozen=True)
 class GateRequest:
-    """A request of one row, from the traffic or synthetic.
+    """A request of one row, from the traffic or synthetic."""
 
-    Attributes:
-        sent: Inputs as a client sends them; bytes for an image.
-        inputs: Inputs after `hooks.before`; the core rows are made from them.
-        parameters: Checked parameters with defaults.
-        rows: Rows for the core; several if a text has windows or hypotheses.
-        metadata: Packed metadata of each core row; empty if the task has none.
-        edge: Whether it is an edge case: empty, blank, at the length limit and similar.
-        preview: Preview for tables.
-        columns: Columns of a batch encoder with typed inputs; None for texts and images.
-        past_core: Tensors of the user's own model that go past the core, ``[core rows, ...]`` each.
-    """
-
-    sent: Mapping[str, Any]
-    inputs: Mapping[str, Any]
-    parameters: Mapping[str, Any]
-    rows: tuple[Sample, ...]
-    metadata: tuple[bytes, ...]
-    edge: bool
-    preview: str
+    sent: Mapping[str, Any]  # Inputs as a client sends them; bytes for an image
+    inputs: Mapping[str, Any]  # Inputs after `hooks.before`; the core rows are made from them
+    parameters: Mapping[str, Any]  # Checked parameters with defaults
+    rows: tuple[Sample, ...]  # Rows for the core; several if a text has windows or hypotheses
+    metadata: tuple[bytes, ...]  # Packed metadata of each core row; empty if the task has none
+    edge: bool  # Whether it is an edge case: empty, blank, at the length limit and similar
+    preview: str  # Preview for tables
+    # Columns of a batch encoder with typed inputs; None for texts and images.
     columns: Mapping[str, Any] | None = None
+    # Tensors of the user's own model that go past the core, ``[core rows, ...]`` each.
     past_core: Mapping[str, Array] = field(default_factory=dict)
 
     @property

@@ -20,19 +20,12 @@ since a runtime packs the weights while it loads them."""
 
 @dataclass(frozen=True)
 class Assumption:
-    """A number of the manifests that is neither measured nor set.
+    """A number of the manifests that is neither measured nor set."""
 
-    Attributes:
-        about: Meaning of the number.
-        value: The number with its unit.
-        reason: Source of the number.
-        remedy: Command, option or field that replaces it.
-    """
-
-    about: str
-    value: str
-    reason: str
-    remedy: str
+    about: str  # Meaning of the number
+    value: str  # The number with its unit
+    reason: str  # Source of the number
+    remedy: str  # Command, option or field that replaces it
 
     def __str__(self) -> str:
         return f"ASSUMED {self.about}: {self.value}, {self.reason}. {self.remedy}"

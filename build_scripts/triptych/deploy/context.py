@@ -32,20 +32,13 @@ _SLICE = re.compile(r".*-MIG-(\d+g\.\d+gb)")
 
 
 class Placement(NamedTuple):
-    """Nodes that a replica runs on.
+    """Nodes that a replica runs on."""
 
-    Attributes:
-        overlay: ``cpu``, ``gpu`` or ``mig``.
-        gpu_resource: Name of the resource that a container requests; None on a CPU.
-        gpus: Number of GPUs, or slices of one.
-        product: Value of the label `PRODUCT`; None for any GPU.
-        labels: Labels of nodes on a CPU, by node-feature-discovery.
-    """
-
-    overlay: str
-    gpu_resource: str | None = None
-    gpus: ExplainedValue | None = None
-    product: ExplainedValue | None = None
+    overlay: str  # ``cpu``, ``gpu`` or ``mig``
+    gpu_resource: str | None = None  # Name of the resource that a container requests; None on a CPU
+    gpus: ExplainedValue | None = None  # Number of GPUs, or slices of one
+    product: ExplainedValue | None = None  # Value of the label `PRODUCT`; None for any GPU
+    # Labels of nodes on a CPU, by node-feature-discovery.
     labels: Mapping[str, ExplainedValue] = MappingProxyType({})
 
 
@@ -58,67 +51,46 @@ class CandidateBuild(NamedTuple):
 
 @dataclass(frozen=True)
 class DeploymentContext:
-    """A built pipeline of any task that can be deployed.
-
-    Attributes:
-        repository: Repository that holds the pipeline alone.
-        version: First digits of the hash of the build manifest, which name the repository's image
-            or volume.
-        baseline: First digits of the hash of the active build; None without a comparison.
-        assumptions: Assumptions in place of what was not measured or set.
-        slo: Text of the SLO.
-        limits_ms: Latency limits that Envoy can measure, which are those of whole answers.
-        gpus: Number of GPUs of a replica.
-        cores: Number of cores that a replica keeps busy.
-        environment: Environment variables of the server besides those that all servers have.
-        concurrency: Concurrent requests per replica; None if the request rate scales replicas.
-        metrics: Queries of the pipeline's metrics.
-        rule_values: Further values for the templates of rules and dashboard.
-    """
+    """A built pipeline of any task that can be deployed."""
 
     pipeline: str
-    repository: Path
+    repository: Path  # Repository that holds the pipeline alone
     options: DeployOptions
     sizes: Sizes
+    # First digits of the hash of the build manifest, which name the repository's image or volume.
     version: str
     placement: Placement
-    slo: str
-    metrics: Metrics
+    slo: str  # Text of the SLO
+    metrics: Metrics  # Queries of the pipeline's metrics
     objectives: Sequence[SloObjective]
-    rule_values: Mapping[str, Any]
+    rule_values: Mapping[str, Any]  # Further values for the templates of rules and dashboard
     triggers: Sequence[Trigger]
-    gpus: int
-    cores: ExplainedValue
+    gpus: int  # Number of GPUs of a replica
+    cores: ExplainedValue  # Number of cores that a replica keeps busy
+    # Latency limits that Envoy can measure, which are those of whole answers.
     limits_ms: Sequence[float] = ()
+    # Environment variables of the server besides those that all servers have.
     environment: Mapping[str, ExplainedValue] = field(default_factory=dict)
+    # Concurrent requests per replica; None if the request rate scales replicas.
     concurrency: ExplainedValue | None = None
     sample: SamplingSettings | None = None
     candidate: CandidateBuild | None = None
+    # First digits of the hash of the active build; None without a comparison.
     baseline: str | None = None
-    assumptions: Sequence[Assumption] = ()
+    assumptions: Sequence[Assumption] = ()  # Assumptions in place of what was not measured or set
 
 
 @dataclass(frozen=True)
 class Manifests:
-    """Files to write.
+    """Files to write."""
 
-    Attributes:
-        files: Document of each file by its path.
-        version: Version of the context.
-        start: Path of the folder or file that the tool takes.
-        tool: Command with ``{}`` in place of the path of `start`.
-        triton: Triton release in the image.
-        known_defects: Known defects of that release that the pipeline meets.
-        assumptions: Assumptions of the context.
-    """
-
-    files: Mapping[str, Any]
-    version: str
-    start: str
-    tool: str
-    triton: str = ""
-    known_defects: Sequence[Finding] = ()
-    assumptions: Sequence[Assumption] = ()
+    files: Mapping[str, Any]  # Document of each file by its path
+    version: str  # Version of the context
+    start: str  # Path of the folder or file that the tool takes
+    tool: str  # Command with ``{}`` in place of the path of `start`
+    triton: str = ""  # Triton release in the image
+    known_defects: Sequence[Finding] = ()  # Known defects of that release that the pipeline meets
+    assumptions: Sequence[Assumption] = ()  # Assumptions of the context
 
     def command(self, folder: Path) -> str:
         """Return the command that applies the manifests written to `folder`."""

@@ -237,15 +237,10 @@ class EndpointNames:
 
 @dataclass(frozen=True)
 class Mirror:
-    """Candidate that gets copies of some requests; its responses are discarded.
+    """Candidate that gets copies of some requests; its responses are discarded."""
 
-    Attributes:
-        share: Ratio of the requests for inference, 0 to 1.
-        candidate: Address of the candidate.
-    """
-
-    share: float
-    candidate: EndpointNames
+    share: float  # Ratio of the requests for inference, 0 to 1
+    candidate: EndpointNames  # Address of the candidate
 
 
 class MirrorOption(NamedTuple):
@@ -491,17 +486,12 @@ def _is_address(host: str) -> bool:
 
 @dataclass(frozen=True)
 class EnvoyTls:
-    """Certificates of Envoy in mounted Secrets, which it reads again when they change.
+    """Certificates of Envoy in mounted Secrets, which it reads again when they change."""
 
-    Attributes:
-        folder: Folder of Envoy's configuration, which has the files of `files`.
-        certificates: Folder of ``tls.crt`` and ``tls.key``, which Kubernetes replaces together.
-        client_ca: Folder of ``ca.crt``, the authorities of client certificates, which are then
-            required; None without it.
-    """
-
-    folder: str
-    certificates: str
+    folder: str  # Folder of Envoy's configuration, which has the files of `files`
+    certificates: str  # Folder of ``tls.crt`` and ``tls.key``, which Kubernetes replaces together
+    # Folder of ``ca.crt``, the authorities of client certificates, which are then required; None
+    # without it.
     client_ca: str | None = None
 
     def transport_socket(self, *, is_grpc: bool) -> dict[str, object]:

@@ -30,23 +30,16 @@ _COMPUTING = ("input", "infer", "output")
 
 @dataclass(frozen=True)
 class Metrics:
-    """Expressions over the replicas of one pipeline in one namespace.
-
-    Attributes:
-        namespace: Namespace of the replicas and of Envoy.
-        workload: Deployment of the replicas, with which the names of the pods begin.
-        envoy: Deployment of Envoy, configured as by `deploy.envoy`; None if clients reach
-            the servers directly.
-        time_scale: Factor of every window; below 1 for tests.
-        is_chain: Whether the pipeline has several models.
-    """
+    """Expressions over the replicas of one pipeline in one namespace."""
 
     pipeline: str
-    namespace: str
-    workload: str
+    namespace: str  # Namespace of the replicas and of Envoy
+    workload: str  # Deployment of the replicas, with which the names of the pods begin
+    # Deployment of Envoy, configured as by `deploy.envoy`; None if clients reach the servers
+    # directly.
     envoy: str | None = None
-    time_scale: float = 1.0
-    is_chain: bool = False
+    time_scale: float = 1.0  # Factor of every window; below 1 for tests
+    is_chain: bool = False  # Whether the pipeline has several models
 
     def window(self, text: str) -> str:
         """Return a duration such as ``5m``, scaled, as text."""

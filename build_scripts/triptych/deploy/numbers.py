@@ -43,25 +43,15 @@ MEMORY_MARGIN = 1.25
 
 @dataclass(frozen=True)
 class MeasuredReplica:
-    """Measurements of one replica.
+    """Measurements of one replica."""
 
-    Attributes:
-        capacity_per_s: Maximum requests per second within the SLO.
-        cpu_cores: Number of busy cores at that rate.
-        memory_mib: Maximum memory.
-        load_s: Time from start to ready, with the warm-ups; None if it is unknown.
-        batch_s: Duration of the largest batch; None if it is unknown.
-        gpu_memory_mib: Maximum memory in use on the GPU; None without one.
-        assumptions: Assumptions among these numbers.
-    """
-
-    capacity_per_s: ExplainedValue
-    cpu_cores: ExplainedValue
-    memory_mib: ExplainedValue
-    load_s: float | None
-    batch_s: float | None
-    gpu_memory_mib: float | None
-    assumptions: tuple[Assumption, ...] = ()
+    capacity_per_s: ExplainedValue  # Maximum requests per second within the SLO
+    cpu_cores: ExplainedValue  # Number of busy cores at that rate
+    memory_mib: ExplainedValue  # Maximum memory
+    load_s: float | None  # Time from start to ready, with the warm-ups; None if it is unknown
+    batch_s: float | None  # Duration of the largest batch; None if it is unknown
+    gpu_memory_mib: float | None  # Maximum memory in use on the GPU; None without one
+    assumptions: tuple[Assumption, ...] = ()  # Assumptions among these numbers
 
 
 def read_measurements(
@@ -289,11 +279,7 @@ _ABOVE_FEWEST = 4
 
 @dataclass(frozen=True)
 class Sizes:
-    """Seconds, MiB, cores and replicas of a deployment.
-
-    Attributes:
-        threshold_per_s: Load of one replica: its capacity, less headroom.
-    """
+    """Seconds, MiB, cores and replicas of a deployment."""
 
     start_s: ExplainedValue
     pre_stop_s: ExplainedValue
@@ -303,7 +289,7 @@ class Sizes:
     shm_mib: ExplainedValue
     memory_mib: ExplainedValue
     cpu_milli: ExplainedValue
-    threshold_per_s: ExplainedValue
+    threshold_per_s: ExplainedValue  # Load of one replica: its capacity, less headroom
     fewest: ExplainedValue
     most: ExplainedValue
     stable_s: ExplainedValue

@@ -61,28 +61,19 @@ BURNS = (
 
 
 class SloObjective(NamedTuple):
-    """Limit of the SLO over requests.
-
-    Attributes:
-        kind: Label of its alerts, by which they are routed and muted: ``failures`` or ``latency``.
-        budget: Ratio of requests that may miss the limit.
-        record: Prefix of the recorded series.
-        share: Expression of the ratio of requests that miss the limit in a window.
-        summary: Text of the alerts.
-        where: Labels that select the recorded series.
-        counted: Expression of the number of requests in a window.
-        unit: Name of the counted items.
-    """
+    """Limit of the SLO over requests."""
 
     name: str
+    # Label of its alerts, by which they are routed and muted: ``failures`` or ``latency``.
     kind: str
-    budget: float
-    record: str
+    budget: float  # Ratio of requests that may miss the limit
+    record: str  # Prefix of the recorded series
+    # Expression of the ratio of requests that miss the limit in a window.
     share: Callable[[str], str]
-    summary: str
-    where: str
-    counted: Callable[[str], str]
-    unit: str = "requests"
+    summary: str  # Text of the alerts
+    where: str  # Labels that select the recorded series
+    counted: Callable[[str], str]  # Expression of the number of requests in a window
+    unit: str = "requests"  # Name of the counted items
 
     def recorded(self, window: str) -> str:
         """Return the recorded ratio of a window of `WINDOWS`."""

@@ -59,12 +59,9 @@ def _name_arguments() -> Iterator[None]:
 
 @dataclass(frozen=True, repr=False)
 class BuildResult:
-    """Result of `build`, whose accuracy gate has passed.
+    """Result of `build`, whose accuracy gate has passed."""
 
-    Attributes:
-        built: Changed models, gate result and findings of lint; for an encoder also the plan.
-    """
-
+    # Changed models, gate result and findings of lint; for an encoder also the plan.
     built: BuildOutcome
 
     @property
@@ -104,17 +101,11 @@ class BuildResult:
 
 @dataclass(frozen=True)
 class ServerHandle:
-    """A running server of `serve`.
+    """A running server of `serve`."""
 
-    Attributes:
-        grpc_url: Address ``host:port`` of gRPC.
-        http_url: Address ``host:port`` of HTTP.
-        metrics_url: Complete URL of the metrics page.
-    """
-
-    grpc_url: str
-    http_url: str
-    metrics_url: str
+    grpc_url: str  # Address ``host:port`` of gRPC
+    http_url: str  # Address ``host:port`` of HTTP
+    metrics_url: str  # Complete URL of the metrics page
     _clients: dict[str, Client] = field(default_factory=dict, repr=False)
     _open: ExitStack = field(default_factory=ExitStack, repr=False)
 

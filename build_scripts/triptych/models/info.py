@@ -19,49 +19,33 @@ class ImageInfo:
 
     An RGB image becomes the model's input by these steps: resize, crop, reverse channels (in
     `runtime.rows_image.to_pixels`), then rescale and normalize (in `image_core.ImageCore`).
-
-    Attributes:
-        resize: Meaning of `edges`: both sides exactly, the shorter side with the aspect ratio
-            kept, or no resizing.
-        edges: Sides in pixels: height and width, the shorter side, or empty.
-        resample: Name of Pillow's filter in lower case.
-        crop: Height and width cut from the center, padded with zeros for smaller images; None for
-            no crop.
-        reverse_channels: Whether the model's channels are blue, green, red.
-        rescale_factor: Factor for pixel values from 0 to 255; None for no rescaling.
-        mean: Value subtracted from each channel; None for no normalization.
-        std: Divisor of each channel; None for no normalization.
-        height: Height of the model's input in pixels.
-        width: Width of the model's input in pixels.
     """
 
+    # Meaning of `edges`: both sides exactly, the shorter side with the aspect ratio kept, or no
+    # resizing.
     resize: Resize
-    edges: tuple[int, ...]
-    resample: str
+    edges: tuple[int, ...]  # Sides in pixels: height and width, the shorter side, or empty
+    resample: str  # Name of Pillow's filter in lower case
+    # Height and width cut from the center, padded with zeros for smaller images; None for no crop.
     crop: tuple[int, int] | None
-    reverse_channels: bool
-    rescale_factor: float | None
-    mean: tuple[float, ...] | None
-    std: tuple[float, ...] | None
-    height: int
-    width: int
+    reverse_channels: bool  # Whether the model's channels are blue, green, red
+    rescale_factor: float | None  # Factor for pixel values from 0 to 255; None for no rescaling
+    mean: tuple[float, ...] | None  # Value subtracted from each channel; None for no normalization
+    std: tuple[float, ...] | None  # Divisor of each channel; None for no normalization
+    height: int  # Height of the model's input in pixels
+    width: int  # Width of the model's input in pixels
     channels: int = 3
 
 
 @dataclass(frozen=True)
 class Dense:
-    """Linear layer after pooling.
+    """Linear layer after pooling."""
 
-    Attributes:
-        folder: Folder of the weights, relative to the model.
-        activation: Dotted name of the torch module applied to the result.
-    """
-
-    folder: str
+    folder: str  # Folder of the weights, relative to the model
     in_features: int
     out_features: int
     bias: bool
-    activation: str
+    activation: str  # Dotted name of the torch module applied to the result
 
 
 @dataclass(frozen=True)
@@ -86,24 +70,17 @@ class LogitScore:
 
 @dataclass(frozen=True)
 class OwnInterface:
-    """Tensors of the user's own model and of the functions around it, without the batch dimension.
+    """Tensors of the user's own model and the functions around it, without the batch dimension."""
 
-    Attributes:
-        inputs: Inputs of the core.
-        outputs: Outputs of the core.
-        past_core: Tensors that `preprocess` or the step sends to postprocess past the core.
-        has_counts: Whether `preprocess` returns the number of core rows of each row.
-        takes_rows: Whether `postprocess` or another function behind a core takes the inputs of the
-            request.
-        ranges: Smallest and largest value of each element of an input that indexes a table, as two
-            numbers or nested lists; None without a limit.
-    """
-
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
+    inputs: tuple[Tensor, ...]  # Inputs of the core
+    outputs: tuple[Tensor, ...]  # Outputs of the core
+    # Tensors that `preprocess` or the step sends to postprocess past the core.
     past_core: tuple[Tensor, ...] = ()
-    has_counts: bool = False
+    has_counts: bool = False  # Whether `preprocess` returns the number of core rows of each row
+    # Whether `postprocess` or another function behind a core takes the inputs of the request.
     takes_rows: bool = False
+    # Smallest and largest value of each element of an input that indexes a table, as two numbers or
+    # nested lists; None without a limit.
     ranges: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def padded(self, axis: str) -> dict[str, int]:
@@ -112,110 +89,76 @@ class OwnInterface:
 
 
 class ModelNames(NamedTuple):
-    """Names of the arrays of one of several models.
+    """Names of the arrays of one of several models."""
 
-    Attributes:
-        model: Name of the model.
-        inputs: Array that `OwnStage.function` makes for each input of the graph.
-        outputs: Array that the function behind gets for each output of the graph.
-    """
-
-    model: str
-    inputs: Mapping[str, str]
-    outputs: Mapping[str, str]
+    model: str  # Name of the model
+    inputs: Mapping[str, str]  # Array that `OwnStage.function` makes for each input of the graph
+    outputs: Mapping[str, str]  # Array that the function behind gets for each output of the graph
 
 
 @dataclass(frozen=True)
 class OwnStage:
-    """A function of an own pipeline with several models, and the models that it feeds.
+    """A function of an own pipeline with several models, and the models that it feeds."""
 
-    Attributes:
-        function: Name of the function.
-        own: The arrays that the function makes, and that its models return.
-        models: Names of the arrays of each model.
-    """
-
-    function: str
-    own: OwnInterface
-    models: tuple[ModelNames, ...]
+    function: str  # Name of the function
+    own: OwnInterface  # The arrays that the function makes, and that its models return
+    models: tuple[ModelNames, ...]  # Names of the arrays of each model
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Information about a model; None for values that its config does not give.
+    """Information about a model; None for values that its config does not give."""
 
-    Attributes:
-        sha256: Hash of names and contents of the files that determine the model's results.
-        architecture: Class name in ``config.json``.
-        hidden_size: Size of a token's vector.
-        max_length: Maximum number of tokens in a row, including special tokens.
-        library_length: Maximum number of tokens to which the reference cuts a text; None if its
-            files give none.
-        pad_token_id: Id of the padding token; it never affects results.
-        lowercase: Whether sentence-transformers puts a lower-casing before the tokenizer's own
-            normalization. Special tokens are found before it.
-        pooling: Poolings of token vectors, concatenated in this order.
-        head: Modules after pooling, in order.
-        modules: Settings of the modules that the head of a task computes itself, by class name.
-        max_active_dims: Largest number of terms of a sparse vector; None for no limit.
-        include_prompt: Whether the tokens of a prompt are pooled.
-        prompts: Text put before each input by name of the prompt.
-        default_prompt: Name of the prompt for requests that name none; None for no prompt.
-        free_prompt: Whether a request may send the text of a prompt instead of a name.
-        labels: Label of each output of a classifying head, by index.
-        entailment: Index that transformers' zero-shot pipeline takes for the label ``entailment``;
-            None if the config has no ``label2id``.
-        activation: Function from logits to scores, as transformers' pipelines choose it.
-        relevance: Function from the one logit of a cross-encoder to its score, as
-            sentence-transformers chooses it.
-        logit_score: Score of a reranker that generates text; None for other models.
-        pair_template: Rendered chat template of such a reranker, without a prompt and with one; see
-            `runtime.rows_template`. Empty without a template, None for one of another form.
-        segments: Number of token types that the model distinguishes; 1 for none.
-        mask_token: Token for the word to be filled in; None if the tokenizer has none.
-        vocabulary: Number of tokens in the vocabulary.
-        special_ids: Ids of the tokenizer's special tokens.
-        unk_token_id: Id of the token for unknown text; None if every text is known.
-        padding_side: Side on which the tokenizer pads: ``right`` or ``left``.
-        image: Settings of the image processor; None for text models.
-        layers: Number of layers in the encoder.
-        heads: Number of attention heads in a layer.
-        intermediate_size: Size between the two feed-forward products of a layer.
-        own: Tensors of the user's own model; None for models of transformers.
-    """
-
-    sha256: str
-    architecture: str
-    hidden_size: int
-    max_length: int
-    pad_token_id: int
+    sha256: str  # Hash of names and contents of the files that determine the model's results
+    architecture: str  # Class name in ``config.json``
+    hidden_size: int  # Size of a token's vector
+    max_length: int  # Maximum number of tokens in a row, including special tokens
+    pad_token_id: int  # Id of the padding token; it never affects results
+    # Maximum number of tokens to which the reference cuts a text; None if its files give none.
     library_length: int | None = None
+    # Whether sentence-transformers puts a lower-casing before the tokenizer's own normalization.
+    # Special tokens are found before it.
     lowercase: bool = False
-    pooling: tuple[str, ...] = ("mean",)
+    pooling: tuple[str, ...] = ("mean",)  # Poolings of token vectors, concatenated in this order
+    # Modules after pooling, in order.
     head: tuple[Dense | Normalize | Truncate | LogitScore, ...] = ()
+    # Settings of the modules that the head of a task computes itself, by class name.
     modules: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    # Largest number of terms of a sparse vector; None for no limit.
     max_active_dims: int | None = None
-    include_prompt: bool = True
+    include_prompt: bool = True  # Whether the tokens of a prompt are pooled
+    # Text put before each input by name of the prompt.
     prompts: Mapping[str, str] = field(default_factory=dict)
+    # Name of the prompt for requests that name none; None for no prompt.
     default_prompt: str | None = None
-    free_prompt: bool = False
-    labels: tuple[str, ...] = ()
+    free_prompt: bool = False  # Whether a request may send the text of a prompt instead of a name
+    labels: tuple[str, ...] = ()  # Label of each output of a classifying head, by index
+    # Index that transformers' zero-shot pipeline takes for the label ``entailment``; None if the
+    # config has no ``label2id``.
     entailment: int | None = None
+    # Function from logits to scores, as transformers' pipelines choose it.
     activation: Activation = "softmax"
+    # Function from the one logit of a cross-encoder to its score, as sentence-transformers chooses
+    # it.
     relevance: Activation = "sigmoid"
+    # Score of a reranker that generates text; None for other models.
     logit_score: LogitScore | None = None
+    # Rendered chat template of such a reranker, without a prompt and with one; see
+    # `runtime.rows_template`. Empty without a template, None for one of another form.
     pair_template: tuple[tuple[str, ...], ...] | None = ()
-    segments: int = 1
+    segments: int = 1  # Number of token types that the model distinguishes; 1 for none
+    # Token for the word to be filled in; None if the tokenizer has none.
     mask_token: str | None = None
     mask_token_id: int | None = None
-    vocabulary: int | None = None
-    special_ids: tuple[int, ...] = ()
-    unk_token_id: int | None = None
-    padding_side: str = "right"
-    image: ImageInfo | None = None
-    layers: int | None = None
-    heads: int | None = None
-    intermediate_size: int | None = None
+    vocabulary: int | None = None  # Number of tokens in the vocabulary
+    special_ids: tuple[int, ...] = ()  # Ids of the tokenizer's special tokens
+    unk_token_id: int | None = None  # Id of the token for unknown text; None if every text is known
+    padding_side: str = "right"  # Side on which the tokenizer pads: ``right`` or ``left``
+    image: ImageInfo | None = None  # Settings of the image processor; None for text models
+    layers: int | None = None  # Number of layers in the encoder
+    heads: int | None = None  # Number of attention heads in a layer
+    intermediate_size: int | None = None  # Size between the two feed-forward products of a layer
+    # Tensors of the user's own model; None for models of transformers.
     own: OwnInterface | None = None
 
     @property

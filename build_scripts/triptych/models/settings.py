@@ -58,29 +58,20 @@ PLAIN = ("last_hidden_state", "logits")
 
 
 class TransformerSettings(NamedTuple):
-    """Settings that are applied.
+    """Settings that are applied."""
 
-    Attributes:
-        max_length: Maximum number of tokens, which overrides the tokenizer's; None for none.
-        lowercase: Whether texts are lower-cased.
-    """
-
+    # Maximum number of tokens, which overrides the tokenizer's; None for none.
     max_length: int | None = None
-    lowercase: bool = False
+    lowercase: bool = False  # Whether texts are lower-cased
 
 
 class Saved(NamedTuple):
-    """Files that sentence-transformers has saved; without contents if they do not count.
+    """Files that sentence-transformers has saved; without contents if they do not count."""
 
-    Attributes:
-        modules: Entries of ``modules.json``.
-        sentence: Content of ``config_sentence_transformers.json``.
-        transformer: Settings of the Transformer module.
-    """
-
-    modules: tuple[Module, ...] = ()
+    modules: tuple[Module, ...] = ()  # Entries of ``modules.json``
+    # Content of ``config_sentence_transformers.json``.
     sentence: SentenceConfig = {}  # noqa: RUF012
-    transformer: TransformerSettings = TransformerSettings()
+    transformer: TransformerSettings = TransformerSettings()  # Settings of the Transformer module
 
 
 def read_saved(folder: Path, loader: Loader) -> Saved:

@@ -24,13 +24,9 @@ _MAX_LINE = 100
 
 
 class Link(NamedTuple):
-    """A symbolic link in a version folder to a file of another step.
+    """A symbolic link in a version folder to a file of another step."""
 
-    Attributes:
-        path: Path of that file relative to the repository.
-    """
-
-    path: str
+    path: str  # Path of that file relative to the repository
 
     @property
     def target(self) -> str:

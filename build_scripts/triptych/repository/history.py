@@ -22,17 +22,12 @@ from triptych.repository.store import (
 
 @dataclass(frozen=True)
 class RollbackResult:
-    """Result of a rollback.
+    """Result of a rollback."""
 
-    Attributes:
-        builds: Restored build of each pipeline; more than one if they share a core.
-        replaced: Build that was active before, by pipeline; empty if there was none.
-        changed: Models that were written or removed.
-    """
-
-    builds: Mapping[str, str]
+    builds: Mapping[str, str]  # Restored build of each pipeline; more than one if they share a core
+    # Build that was active before, by pipeline; empty if there was none.
     replaced: Mapping[str, str]
-    changed: tuple[str, ...]
+    changed: tuple[str, ...]  # Models that were written or removed
 
 
 def rollback(repository: Path, pipeline: str, build: str | None) -> RollbackResult:

@@ -54,21 +54,16 @@ NOT_A_MANIFEST = "is not a build manifest of this release of triptych"
 
 @dataclass(frozen=True)
 class PlanRecord:
-    """The part of the plan that later stages need; see `Plan`.
-
-    Attributes:
-        not_packed_reason: Reason why the layout is not packed as the spec requests; else empty.
-        engine: Plan of the engine; None if no engine is built.
-        batch_mib: Estimated MiB of the largest batch in addition to the weights; None for images.
-    """
+    """The part of the plan that later stages need; see `Plan`."""
 
     layout: Layout
-    not_packed_reason: str
+    not_packed_reason: str  # Reason why the layout is not packed as the spec requests; else empty
     max_length: int
     bucket_edges: tuple[int, ...]
     max_batch_size: int
     core: Core
-    engine: EnginePlan | None
+    engine: EnginePlan | None  # Plan of the engine; None if no engine is built
+    # Estimated MiB of the largest batch in addition to the weights; None for images.
     batch_mib: float | None = None
 
 
@@ -79,29 +74,22 @@ def _now() -> str:
 @with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True, kw_only=True)
 class BuildManifest:
-    """The record of one build. Only `built_at` differs between two builds of the same inputs.
-
-    Attributes:
-        schema: Version of the file format.
-        built_at: Time of the build, UTC, ISO 8601.
-        versions: Versions of the libraries that made the artifact, by name.
-        traffic: Statistics of the traffic. Text rows: rows, mean and p99 of their tokens, share of
-            truncated rows, diversity. Prompts: prompts, mean of their tokens.
-        files: SHA-256 in hex of each file, by path relative to the repository.
-    """
+    """The record of one build. Only `built_at` differs between two builds of the same inputs."""
 
     OPTIONAL: ClassVar[tuple[str, ...]] = ()
     """Fields that the file omits if they have no value."""
 
-    schema: int = SCHEMA
-    built_at: str = field(default_factory=_now)
+    schema: int = SCHEMA  # Version of the file format
+    built_at: str = field(default_factory=_now)  # Time of the build, UTC, ISO 8601
     spec: AnySpec
     model_sha256: str
     architecture: str
-    versions: Mapping[str, str]
+    versions: Mapping[str, str]  # Versions of the libraries that made the artifact, by name
+    # Statistics of the traffic. Text rows: rows, mean and p99 of their tokens, share of truncated
+    # rows, diversity. Prompts: prompts, mean of their tokens.
     traffic: Mapping[str, int | float]
     gate: GateResult
-    files: Mapping[str, str]
+    files: Mapping[str, str]  # SHA-256 in hex of each file, by path relative to the repository
 
     def as_bytes(self) -> bytes:
         """Return the content of the manifest file."""
@@ -140,18 +128,7 @@ class CoreRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderManifest(BuildManifest):
-    """The record of one build with a compiled graph as its core.
-
-    Attributes:
-        core_key: Hash of everything that decided the core.
-        source_key: Hash of everything that decided the fp32 graph it was made of.
-        engine: The engine in the repository, if it was built of this core.
-        dry_run: Result of the dry-run engine build; None if there was none.
-        cores: Record of each core by the name of its model, if there are several models.
-        instruction_sets: Instruction sets of this processor that made the precision faster, where
-            it was chosen or checked for a CPU; see `container.processor`.
-        attention: Operators that compute attention for a GPU, with the reason; empty for a CPU.
-    """
+    """The record of one build with a compiled graph as its core."""
 
     OPTIONAL = ("cores", "instruction_sets", "attention")
 
@@ -160,41 +137,38 @@ class EncoderManifest(BuildManifest):
         | Annotated[ModelSpec, Tag(Kind.MODEL.name)],
         Discriminator(_kind_name),
     ]
-    core_key: str
-    source_key: str
+    core_key: str  # Hash of everything that decided the core
+    source_key: str  # Hash of everything that decided the fp32 graph it was made of
     plan: PlanRecord
-    engine: EngineRecord | None
-    dry_run: DryRun | None = None
+    engine: EngineRecord | None  # The engine in the repository, if it was built of this core
+    dry_run: DryRun | None = None  # Result of the dry-run engine build; None if there was none
+    # Record of each core by the name of its model, if there are several models.
     cores: Mapping[str, CoreRecord] = field(default_factory=dict)
+    # Instruction sets of this processor that made the precision faster, where it was chosen or
+    # checked for a CPU; see `container.processor`.
     instruction_sets: tuple[str, ...] = ()
+    # Operators that compute attention for a GPU, with the reason; empty for a CPU.
     attention: str = ""
 
 
 @dataclass(frozen=True)
 class TextPlanRecord:
-    """The part of the plan of a pipeline that generates text.
+    """The part of the plan of a pipeline that generates text."""
 
-    Attributes:
-        max_length: Maximum number of tokens of a prompt, as `building.generation.inputs`.
-    """
-
-    max_length: int
+    max_length: int  # Maximum number of tokens of a prompt, as `building.generation.inputs`
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextManifest(BuildManifest):
-    """The record of one build of a pipeline that generates text.
-
-    Attributes:
-        adapters: Hash of each LoRA adapter by its name.
-        quantization: Name and description of the quantization of the model's weights, if any.
-    """
+    """The record of one build of a pipeline that generates text."""
 
     OPTIONAL = ("adapters", "quantization")
 
     spec: Annotated[GenerationSpec | Text2TextSpec, Field(discriminator="task")]
     plan: TextPlanRecord
+    # Hash of each LoRA adapter by its name.
     adapters: Mapping[str, str] = field(default_factory=dict)
+    # Name and description of the quantization of the model's weights, if any.
     quantization: Mapping[str, str] | None = None
 
 

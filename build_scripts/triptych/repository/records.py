@@ -63,60 +63,43 @@ def plain_record(record: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Conversion:
-    """Record of a conversion to lower precision.
-
-    Attributes:
-        layers: Layers that can be excluded from the conversion, in the order of the graph.
-        excluded_layers: Layers that were excluded and stay in higher precision.
-        reasons: Reason for each layer that the converter itself excluded.
-        ranges: Largest magnitude of each layer's input (or of each value) on calibration rows; may
-            be infinite, like that of the logarithm of 0.
-        notes: Further remarks for users, one sentence each.
-        layer_errors: Error of the core's outputs if a layer alone, or with its neighbors in a large
-            graph, is converted, by layer. Only measured if the gate required exclusions.
-        batch_ms: Milliseconds of a batch on one thread: in fp32, without exclusions and as built.
-        fp32_products: Nodes that multiply matrices in fp32 on purpose, while all others use 16 bits
-            or are quantized.
-    """
+    """Record of a conversion to lower precision."""
 
     OPTIONAL = ("layer_errors", "batch_ms", "fp32_products")
 
+    # Layers that can be excluded from the conversion, in the order of the graph.
     layers: tuple[str, ...]
-    excluded_layers: tuple[str, ...] = ()
+    excluded_layers: tuple[str, ...] = ()  # Layers that were excluded and stay in higher precision
+    # Reason for each layer that the converter itself excluded.
     reasons: Mapping[str, str] = field(default_factory=dict)
+    # Largest magnitude of each layer's input (or of each value) on calibration rows; may be
+    # infinite, like that of the logarithm of 0.
     ranges: Mapping[str, Number] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # Further remarks for users, one sentence each
+    # Error of the core's outputs if a layer alone, or with its neighbors in a large graph, is
+    # converted, by layer. Only measured if the gate required exclusions.
     layer_errors: Mapping[str, float] = field(default_factory=dict)
+    # Milliseconds of a batch on one thread: in fp32, without exclusions and as built.
     batch_ms: Mapping[str, float] = field(default_factory=dict)
+    # Nodes that multiply matrices in fp32 on purpose, while all others use 16 bits or are
+    # quantized.
     fp32_products: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class PrecisionTrial:
-    """A precision that `auto` tried, and its result.
-
-    Attributes:
-        status: Result of the trial.
-        failures: Failures of the gate.
-        verdicts: Value of each metric.
-        throughput_per_s: Requests per second; None if not measured.
-        p99_ms: 99th percentile of the latency in milliseconds.
-        size_bytes: Size of the core's files in bytes.
-        excluded_layers: Layers that stayed in higher precision.
-        note: Reason why it is not runnable.
-        backend: Backend that it was tried on; empty for that of the spec.
-    """
+    """A precision that `auto` tried, and its result."""
 
     precision: Precision
-    status: Literal["chosen", "passed", "failed", "not runnable"]
-    failures: tuple[str, ...] = ()
-    verdicts: Mapping[str, Number] | None = None
-    throughput_per_s: float | None = None
-    p99_ms: float | None = None
-    size_bytes: int | None = None
-    excluded_layers: tuple[str, ...] = ()
-    note: str = ""
-    backend: str = ""
+    status: Literal["chosen", "passed", "failed", "not runnable"]  # Result of the trial
+    failures: tuple[str, ...] = ()  # Failures of the gate
+    verdicts: Mapping[str, Number] | None = None  # Value of each metric
+    throughput_per_s: float | None = None  # Requests per second; None if not measured
+    p99_ms: float | None = None  # 99th percentile of the latency in milliseconds
+    size_bytes: int | None = None  # Size of the core's files in bytes
+    excluded_layers: tuple[str, ...] = ()  # Layers that stayed in higher precision
+    note: str = ""  # Reason why it is not runnable
+    backend: str = ""  # Backend that it was tried on; empty for that of the spec
 
     @property
     def label(self) -> str:
@@ -126,128 +109,86 @@ class PrecisionTrial:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of one metric.
+    """Result of one metric."""
 
-    Attributes:
-        metric: Name in `tasks.accuracy.METRICS`.
-        value: Measured value; NaN if it could not be measured.
-        limit: Worst allowed value; None if there is no limit.
-        passed: Whether `value` is within `limit`.
-    """
-
-    metric: str
-    value: Number
-    limit: float | None
-    passed: bool
+    metric: str  # Name in `tasks.accuracy.METRICS`
+    value: Number  # Measured value; NaN if it could not be measured
+    limit: float | None  # Worst allowed value; None if there is no limit
+    passed: bool  # Whether `value` is within `limit`
 
 
 @dataclass(frozen=True)
 class WorstRow:
-    """A request whose answer differs most from the reference's.
+    """A request whose answer differs most from the reference's."""
 
-    Attributes:
-        preview: Preview of the request.
-        row_error: Error on the task's own scale; 0 if the answer is right, and for edge cases,
-            which do not count for the task's metrics.
-        difference: Largest difference of any element of the core's outputs, as `max_difference`.
-        expected: Preview of the reference's answer.
-        actual: Preview of the artifact's answer.
-    """
-
-    preview: str
+    preview: str  # Preview of the request
+    # Error on the task's own scale; 0 if the answer is right, and for edge cases, which do not
+    # count for the task's metrics.
     row_error: Number
+    # Largest difference of any element of the core's outputs, as `max_difference`.
     difference: Number
-    expected: str
-    actual: str
+    expected: str  # Preview of the reference's answer
+    actual: str  # Preview of the artifact's answer
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Result of a core of lower precision on the general probe, texts outside the traffic.
+    """Result of a core of lower precision on the general probe, texts outside the traffic."""
 
-    Attributes:
-        rows: Number of probe texts that the pipeline accepts.
-        verdicts: Result of each metric, with the probe's own limits.
-        worst: Rows with the largest errors, largest first; their difference is that of
-            `edge_error`.
-    """
-
-    rows: int
-    verdicts: tuple[Verdict, ...]
+    rows: int  # Number of probe texts that the pipeline accepts
+    verdicts: tuple[Verdict, ...]  # Result of each metric, with the probe's own limits
+    # Rows with the largest errors, largest first; their difference is that of `edge_error`.
     worst: tuple[WorstRow, ...] = ()
 
 
 @dataclass(frozen=True)
 class LiveRun:
-    """Circumstances in which a server gave the answers of a gate.
+    """Circumstances in which a server gave the answers of a gate."""
 
-    Attributes:
-        by_way: Values of the task's metrics, by way of sending.
-        edge_values: Values of the metrics on the synthetic rows alone.
-        counts: Number of requests by outcome, over all ways of sending.
-        faults: Failed requests and wrong ends of answers, as text; part of the failures.
-        pipeline: Name of the pipeline.
-        url: ``host:port`` of the server's gRPC endpoint.
-        clients: Number of requests in flight if they were sent concurrently.
-        mean_batch: Mean number of rows in a batch of the core then; None if unknown.
-        seconds: Time of all requests in seconds.
-        sent: Description of the requests, one line each.
-    """
-
+    # Values of the task's metrics, by way of sending.
     by_way: Mapping[str, Mapping[str, Number]] = field(default_factory=dict)
+    # Values of the metrics on the synthetic rows alone.
     edge_values: Mapping[str, Number] = field(default_factory=dict)
+    # Number of requests by outcome, over all ways of sending.
     counts: Mapping[str, int] = field(default_factory=dict)
+    # Failed requests and wrong ends of answers, as text; part of the failures.
     faults: tuple[str, ...] = ()
-    pipeline: str = ""
-    url: str = ""
-    clients: int = 0
+    pipeline: str = ""  # Name of the pipeline
+    url: str = ""  # ``host:port`` of the server's gRPC endpoint
+    clients: int = 0  # Number of requests in flight if they were sent concurrently
+    # Mean number of rows in a batch of the core then; None if unknown.
     mean_batch: float | None = None
-    seconds: float = 0.0
-    sent: tuple[str, ...] = ()
+    seconds: float = 0.0  # Time of all requests in seconds
+    sent: tuple[str, ...] = ()  # Description of the requests, one line each
 
 
 @dataclass(frozen=True)
 class GateResult:
-    """Measurements of the accuracy gate.
-
-    Attributes:
-        precision: Precision of the artifact.
-        rows: Number of compared requests of the traffic.
-        edge_case_rows: Number of edge-case requests: empty, at the length limit and similar.
-        finite: Whether no result is NaN or infinite.
-        verdicts: Result of each metric.
-        failures: Limits that were exceeded, as text; empty if the artifact passed.
-        worst: Rows with the largest errors, largest first.
-        notes: Further remarks for readers, one sentence each.
-        row_differences: Largest difference of each request, as `WorstRow.difference`; edge cases
-            first.
-        rounding: Difference between fp32 and fp64 in PyTorch, as `max_difference`; None if not
-            measured.
-        probe: Result on texts outside the traffic; None for fp32 and without such texts.
-        labeled: Result on labeled rows; None if there are none.
-        conversion: Record of the conversion to lower precision; None for fp32.
-        accepted: Reason why a failed gate did not stop the build; empty if it passed.
-        candidates: Precisions that were tried, if the spec leaves the precision open.
-        live: Circumstances of a run through a server; None for a gate before the build.
-    """
+    """Measurements of the accuracy gate."""
 
     OPTIONAL = ("probe", "conversion", "accepted", "candidates", "live")
 
-    precision: GatePrecision
-    rows: int
-    edge_case_rows: int
-    finite: bool
-    verdicts: tuple[Verdict, ...]
-    failures: tuple[str, ...]
-    worst: tuple[WorstRow, ...] = ()
-    notes: tuple[str, ...] = ()
+    precision: GatePrecision  # Precision of the artifact
+    rows: int  # Number of compared requests of the traffic
+    edge_case_rows: int  # Number of edge-case requests: empty, at the length limit and similar
+    finite: bool  # Whether no result is NaN or infinite
+    verdicts: tuple[Verdict, ...]  # Result of each metric
+    failures: tuple[str, ...]  # Limits that were exceeded, as text; empty if the artifact passed
+    worst: tuple[WorstRow, ...] = ()  # Rows with the largest errors, largest first
+    notes: tuple[str, ...] = ()  # Further remarks for readers, one sentence each
+    # Largest difference of each request, as `WorstRow.difference`; edge cases first.
     row_differences: tuple[Number, ...] = ()
+    # Difference between fp32 and fp64 in PyTorch, as `max_difference`; None if not measured.
     rounding: float | None = None
+    # Result on texts outside the traffic; None for fp32 and without such texts.
     probe: ProbeResult | None = None
-    labeled: LabeledResult | None = None
+    labeled: LabeledResult | None = None  # Result on labeled rows; None if there are none
+    # Record of the conversion to lower precision; None for fp32.
     conversion: Conversion | None = None
-    accepted: str = ""
+    accepted: str = ""  # Reason why a failed gate did not stop the build; empty if it passed
+    # Precisions that were tried, if the spec leaves the precision open.
     candidates: tuple[PrecisionTrial, ...] = ()
+    # Circumstances of a run through a server; None for a gate before the build.
     live: LiveRun | None = None
 
     @property
@@ -279,21 +220,13 @@ class GateResult:
 
 @dataclass(frozen=True)
 class DryRun:
-    """Result of building an engine's graph without a GPU, with TensorRT for RTX.
+    """Result of building an engine's graph without a GPU, with TensorRT for RTX."""
 
-    Attributes:
-        tensorrt_rtx: Version of TensorRT for RTX.
-        compute_capability: Compute capability that it was built for, such as ``8.9``.
-        layers: Number of layers in the parsed network.
-        products: Number of matrix products by precision.
-        size_bytes: Size of the plan in bytes.
-    """
-
-    tensorrt_rtx: str
-    compute_capability: str
-    layers: int
-    products: Mapping[str, int]
-    size_bytes: int
+    tensorrt_rtx: str  # Version of TensorRT for RTX
+    compute_capability: str  # Compute capability that it was built for, such as ``8.9``
+    layers: int  # Number of layers in the parsed network
+    products: Mapping[str, int]  # Number of matrix products by precision
+    size_bytes: int  # Size of the plan in bytes
 
 
 @dataclass(frozen=True)
@@ -308,30 +241,20 @@ class EngineCheck:
 
 @dataclass(frozen=True)
 class EngineRecord:
-    """A TensorRT engine that was built, inspected and checked.
+    """A TensorRT engine that was built, inspected and checked."""
 
-    Attributes:
-        key: Hash of everything that decided the engine and its check.
-        cuda: Version of the CUDA runtime.
-        version_compatible: Whether the plan also runs on newer releases of TensorRT.
-        hardware: Other GPUs that it runs on, as `core.engine.hardware`.
-        matmuls: Number of matrix products found in it by precision, and ``unseen``.
-        witness: Proof of the precision: ``layers``, ``size``, or ``graph`` if it is fp32.
-        profiles: Profiles of the engine, by input.
-    """
-
-    key: str
+    key: str  # Hash of everything that decided the engine and its check
     onnx_sha256: str
     plan_sha256: str
     tensorrt: str
-    cuda: str
+    cuda: str  # Version of the CUDA runtime
     driver: str
     gpu: str
     compute_capability: str
-    version_compatible: bool
-    hardware: str
+    version_compatible: bool  # Whether the plan also runs on newer releases of TensorRT
+    hardware: str  # Other GPUs that it runs on, as `core.engine.hardware`
     precision: str
-    matmuls: Mapping[str, int]
-    witness: str
-    profiles: tuple[Mapping[str, ShapeRange], ...]
+    matmuls: Mapping[str, int]  # Number of matrix products found in it by precision, and ``unseen``
+    witness: str  # Proof of the precision: ``layers``, ``size``, or ``graph`` if it is fp32
+    profiles: tuple[Mapping[str, ShapeRange], ...]  # Profiles of the engine, by input
     check: EngineCheck

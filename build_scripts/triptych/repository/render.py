@@ -89,28 +89,19 @@ Content = bytes | Path | Link
 
 
 class Rendered(NamedTuple):
-    """Files of a pipeline before they are written.
+    """Files of a pipeline before they are written."""
 
-    Attributes:
-        files: Path relative to the repository to the content, with the build manifest.
-        beside: Folders of models in the repository that the files refer to.
-    """
-
+    # Path relative to the repository to the content, with the build manifest.
     files: dict[str, Content]
-    beside: Sequence[Path] = ()
+    beside: Sequence[Path] = ()  # Folders of models in the repository that the files refer to
 
 
 class CoreFiles(NamedTuple):
-    """Files of a core.
+    """Files of a core."""
 
-    Attributes:
-        plan: Plan of the core.
-        file: Path of the ``model.onnx``.
-        warm_ups: Folder with the data of the warm-ups; None if another pipeline owns the core.
-    """
-
-    plan: Plan
-    file: Path
+    plan: Plan  # Plan of the core
+    file: Path  # Path of the ``model.onnx``
+    # Folder with the data of the warm-ups; None if another pipeline owns the core.
     warm_ups: Path | None
 
 
@@ -140,19 +131,13 @@ def batch_tokens(device: str, hidden_size: int) -> int:
 
 
 class StepFiles(NamedTuple):
-    """Files of the Python steps.
+    """Files of the Python steps."""
 
-    Attributes:
-        tokenizer: The ``tokenizer.json``; None for images.
-        hooks: Content of the pipeline's ``hooks.py``, if it has one.
-        python_env: Archive of the steps' packages, if the spec has `serving.python_env`.
-        ranges: Ranges of the vectors' elements, for text-embedding.
-    """
-
-    tokenizer: Path | None = None
-    hooks: bytes | None = None
+    tokenizer: Path | None = None  # The ``tokenizer.json``; None for images
+    hooks: bytes | None = None  # Content of the pipeline's ``hooks.py``, if it has one
+    # Archive of the steps' packages, if the spec has `serving.python_env`.
     python_env: Path | None = None
-    ranges: Ranges | None = None
+    ranges: Ranges | None = None  # Ranges of the vectors' elements, for text-embedding
 
 
 def render(

@@ -21,19 +21,12 @@ from triptych.spec.plan import Layout
 
 @dataclass(frozen=True)
 class UsedCore:
-    """A core that a built pipeline uses.
+    """A core that a built pipeline uses."""
 
-    Attributes:
-        name: Name in Triton without its ending, by which `core.shared_from` names it.
-        settings: Settings of the core.
-        layout: Layout of its batches.
-        record: Record of the core.
-    """
-
-    name: str
-    settings: CoreSettings
-    layout: Layout
-    record: CoreRecord
+    name: str  # Name in Triton without its ending, by which `core.shared_from` names it
+    settings: CoreSettings  # Settings of the core
+    layout: Layout  # Layout of its batches
+    record: CoreRecord  # Record of the core
 
     @property
     def is_shared(self) -> bool:

@@ -65,24 +65,16 @@ class BuildRecord:
     """Fields of a manifest of any kind and release that the history needs.
 
     See `EncoderManifest` and `GateResult`.
-
-    Attributes:
-        built_at: Time of the build, UTC, ISO 8601.
-        files: SHA-256 in hex of each file, by path relative to the repository.
-        share: Pipeline of which it uses a core; empty if it has its own.
-        core_rows: Maximum batch size of each of its own cores by the core's hash.
-        shared_rows: Maximum batch size that it needs of each core of `share` by the core's hash.
-        lacks_engine: Whether it cannot serve before `triptych engine` has run.
-        gate: Gate result as plain data; empty if the manifest has none.
     """
 
-    built_at: str
-    files: Mapping[str, str]
-    share: str
-    core_rows: Mapping[str, int]
+    built_at: str  # Time of the build, UTC, ISO 8601
+    files: Mapping[str, str]  # SHA-256 in hex of each file, by path relative to the repository
+    share: str  # Pipeline of which it uses a core; empty if it has its own
+    core_rows: Mapping[str, int]  # Maximum batch size of each of its own cores by the core's hash
+    # Maximum batch size that it needs of each core of `share` by the core's hash.
     shared_rows: Mapping[str, int]
-    lacks_engine: bool
-    gate: Mapping[str, Any]
+    lacks_engine: bool  # Whether it cannot serve before `triptych engine` has run
+    gate: Mapping[str, Any]  # Gate result as plain data; empty if the manifest has none
 
 
 def read_build(folder: Path, pipeline: str) -> BuildRecord | None:
@@ -127,18 +119,12 @@ def _is_inside(path: str) -> bool:
 
 @dataclass(frozen=True)
 class HistoryBuild:
-    """A stored build that can be restored.
+    """A stored build that can be restored."""
 
-    Attributes:
-        build: SHA-256 of its manifest.
-        folder: Folder of its models, with the structure of a repository.
-        replaced_at: Time of its replacement, UTC, ISO 8601.
-    """
-
-    build: str
+    build: str  # SHA-256 of its manifest
     pipeline: str
-    folder: Path
-    replaced_at: str
+    folder: Path  # Folder of its models, with the structure of a repository
+    replaced_at: str  # Time of its replacement, UTC, ISO 8601
 
     def files(self) -> dict[str, Path]:
         """Return all files by path in a repository, after checking them against the manifest.

@@ -58,38 +58,26 @@ class GpuSummary(NamedTuple):
 
 @dataclass(frozen=True)
 class MachineInfo:
-    """Facts about a machine, which `check_machine` judges.
-
-    Attributes:
-        tritonserver: Server program on PATH; None outside an NGC container.
-        prefix: Environment of this Python.
-        stub_python: None if ``python3`` is missing or does not run.
-        temporary_fault: Fault of the folder for temporary files; empty if there is none.
-        ports: Port by name (``grpc``); 0 requests any free port.
-        busy_ports: Names of the ports that are in use.
-        shm_free_bytes: Free shared memory in bytes; None without such a mount.
-        extras: Version of each package, by extra and package; None if the package is missing.
-            Empty if triptych itself is not installed.
-        torch_pin: Version of torch that the `build` extra requires.
-        limits: Soft limits of a server's process, by their names.
-    """
+    """Facts about a machine, which `check_machine` judges."""
 
     platform: Platform
-    tritonserver: Path | None
-    prefix: str
-    stub_python: StubPython | None
-    temporary_fault: str
-    ports: Mapping[str, int]
-    busy_ports: tuple[str, ...]
+    tritonserver: Path | None  # Server program on PATH; None outside an NGC container
+    prefix: str  # Environment of this Python
+    stub_python: StubPython | None  # None if ``python3`` is missing or does not run
+    temporary_fault: str  # Fault of the folder for temporary files; empty if there is none
+    ports: Mapping[str, int]  # Port by name (``grpc``); 0 requests any free port
+    busy_ports: tuple[str, ...]  # Names of the ports that are in use
     shm_path: Path
-    shm_free_bytes: int | None
+    shm_free_bytes: int | None  # Free shared memory in bytes; None without such a mount
+    # Version of each package, by extra and package; None if the package is missing. Empty if
+    # triptych itself is not installed.
     extras: Mapping[str, Mapping[str, str | None]]
-    torch_pin: str | None
+    torch_pin: str | None  # Version of torch that the `build` extra requires
     gpus: tuple[GpuSummary, ...]
     driver: str | None
     tensorrt: str | None
     perf_analyzer: Path | None
-    limits: Mapping[str, int]
+    limits: Mapping[str, int]  # Soft limits of a server's process, by their names
     processor: str = ""
     instruction_sets: tuple[str, ...] = ()
 

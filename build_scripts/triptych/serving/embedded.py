@@ -58,23 +58,16 @@ class Wheel(NamedTuple):
 
 @dataclass(frozen=True)
 class Platform:
-    """Properties of this machine and its Python that the embedded server requires.
-
-    Attributes:
-        glibc: Version of glibc; None for another C library.
-        python_version: Version of this Python, such as ``3.11``.
-        python_prefix: Prefix of this Python's installation.
-        stub_versions: Python versions with a stub in the wheel; empty without the wheel.
-        libpython: Folder of this Python's shared library; None without one.
-    """
+    """Properties of this machine and its Python that the embedded server requires."""
 
     system: str
     processor: str
-    glibc: tuple[int, int] | None
-    python_version: str
-    python_prefix: str
+    glibc: tuple[int, int] | None  # Version of glibc; None for another C library
+    python_version: str  # Version of this Python, such as ``3.11``
+    python_prefix: str  # Prefix of this Python's installation
+    # Python versions with a stub in the wheel; empty without the wheel.
     stub_versions: tuple[str, ...]
-    libpython: Path | None
+    libpython: Path | None  # Folder of this Python's shared library; None without one
     numpy_version: str | None
 
 
@@ -143,17 +136,13 @@ REQUIREMENTS = (
 
 @dataclass(frozen=True)
 class Installation:
-    """A tritonserver that can be started.
-
-    Attributes:
-        backend_directory: Value of ``--backend-directory``; None for the server's default.
-        python_backends: Names of the backends that run Python stubs.
-        environment: Variables that override those of this process.
-    """
+    """A tritonserver that can be started."""
 
     executable: Path
+    # Value of ``--backend-directory``; None for the server's default.
     backend_directory: Path | None = None
-    python_backends: tuple[str, ...] = ("python",)
+    python_backends: tuple[str, ...] = ("python",)  # Names of the backends that run Python stubs
+    # Variables that override those of this process.
     environment: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -30,18 +30,12 @@ UNSAMPLED = {FOLDER_VARIABLE: ""}
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server that is ready.
+    """A server that is ready."""
 
-    Attributes:
-        grpc_url: gRPC address, ``host:port``.
-        metrics_url: Complete URL of the metrics page; None if unknown.
-        pid: Process id of tritonserver; None if it was not started here.
-        load_s: Time from start to ready, in seconds; None if it was not started here.
-    """
-
-    grpc_url: str
-    metrics_url: str | None = None
-    pid: int | None = None
+    grpc_url: str  # gRPC address, ``host:port``
+    metrics_url: str | None = None  # Complete URL of the metrics page; None if unknown
+    pid: int | None = None  # Process id of tritonserver; None if it was not started here
+    # Time from start to ready, in seconds; None if it was not started here.
     load_s: float | None = None
 
 
@@ -99,13 +93,9 @@ class _SignalReceived(BaseException):
 
 @dataclass
 class RestartBackoff:
-    """Restart backoff: 0 s after the first crash, then 0.5 s, doubling up to `MAX_PAUSE_S`.
+    """Restart backoff: 0 s after the first crash, then 0.5 s, doubling up to `MAX_PAUSE_S`."""
 
-    Attributes:
-        next_s: Pause after the next crash, in seconds.
-    """
-
-    next_s: float = 0.0
+    next_s: float = 0.0  # Pause after the next crash, in seconds
 
     def take_s(self, lived_s: float) -> float:
         """Return the pause after a crash, in seconds; an uptime above 60 s resets the backoff."""

@@ -13,15 +13,10 @@ _GRPC_PORT = 8001
 
 @dataclass(frozen=True)
 class LocalServer:
-    """A running server.
+    """A running server."""
 
-    Attributes:
-        grpc_url: Address ``host:port`` of gRPC.
-        pid: Id of its process.
-    """
-
-    grpc_url: str
-    pid: int
+    grpc_url: str  # Address ``host:port`` of gRPC
+    pid: int  # Id of its process
 
 
 def find_local_servers() -> Iterator[LocalServer]:

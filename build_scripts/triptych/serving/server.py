@@ -178,38 +178,28 @@ _MAX_STARTS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class ServerAddress:
-    """Address that a server listens on.
+    """Address that a server listens on."""
 
-    Attributes:
-        host: Address of the machine; ``0.0.0.0`` listens on every address.
-        grpc_port: Port of gRPC; 0 picks a free one.
-        http_port: Port of HTTP; 0 picks a free one.
-        metrics_port: Port of the metrics page; 0 picks a free one.
-    """
-
-    host: str = "127.0.0.1"
-    grpc_port: int = 0
-    http_port: int = 0
-    metrics_port: int = 0
+    host: str = "127.0.0.1"  # Address of the machine; ``0.0.0.0`` listens on every address
+    grpc_port: int = 0  # Port of gRPC; 0 picks a free one
+    http_port: int = 0  # Port of HTTP; 0 picks a free one
+    metrics_port: int = 0  # Port of the metrics page; 0 picks a free one
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerProfile:
-    """Options of a server that depend on its use.
+    """Options of a server that depend on its use."""
 
-    Attributes:
-        production_flags: Flags of the production profile. Without them, the services of `CLOSED`
-            require `Server.operator_headers`.
-        exchanges: Whether models can be reloaded while it serves; not in the production profile.
-        client_shm: Whether clients may register shared memory, with which they can also read that
-            of the steps; not in the production profile.
-        machine: Machine whose plan the server uses, such as ``cpu8``; empty for this machine, None
-            for `config.pbtxt`. `wait_ready` reports which one it is.
-    """
-
+    # Flags of the production profile. Without them, the services of `CLOSED` require
+    # `Server.operator_headers`.
     production_flags: Sequence[str] = ()
+    # Whether models can be reloaded while it serves; not in the production profile.
     exchanges: bool = False
+    # Whether clients may register shared memory, with which they can also read that of the steps;
+    # not in the production profile.
     client_shm: bool = False
+    # Machine whose plan the server uses, such as ``cpu8``; empty for this machine, None for
+    # `config.pbtxt`. `wait_ready` reports which one it is.
     machine: str | None = None
 
 

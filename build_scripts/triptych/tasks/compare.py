@@ -25,16 +25,13 @@ Outputs = Mapping[str, Array]
 
 @dataclass(frozen=True)
 class Comparison:
-    """Result of comparing a candidate with the reference.
+    """Result of comparing a candidate with the reference."""
 
-    Attributes:
-        values: Values by name of the metric; never NaN. A metric that these requests cannot show
-            (neighbors of a single text) is absent.
-        badness: Error of each request: 0 if equal, infinite if an output is missing or not finite.
-            Comparable within one task.
-    """
-
+    # Values by name of the metric; never NaN. A metric that these requests cannot show (neighbors
+    # of a single text) is absent.
     values: Mapping[str, float]
+    # Error of each request: 0 if equal, infinite if an output is missing or not finite. Comparable
+    # within one task.
     badness: Sequence[float]
 
 
@@ -169,15 +166,10 @@ LABEL_METRICS = (
 
 
 class Choices(NamedTuple):
-    """List of labels of one request.
+    """List of labels of one request."""
 
-    Attributes:
-        first: Best label; empty if there is none.
-        scores: Score of each label, best first; empty if they are not finite.
-    """
-
-    first: str
-    scores: dict[Name, float]
+    first: str  # Best label; empty if there is none
+    scores: dict[Name, float]  # Score of each label, best first; empty if they are not finite
 
     @property
     def best(self) -> float:
@@ -377,17 +369,11 @@ Span = tuple[str, int, int]
 
 
 class Entities(NamedTuple):
-    """Entities found in one text.
+    """Entities found in one text."""
 
-    Attributes:
-        spans: Number of occurrences of each span.
-        scores: Score of each span.
-        broken: Number of malformed entities; they count as wrong spans.
-    """
-
-    spans: Counter[Span]
-    scores: dict[Span, float]
-    broken: int
+    spans: Counter[Span]  # Number of occurrences of each span
+    scores: dict[Span, float]  # Score of each span
+    broken: int  # Number of malformed entities; they count as wrong spans
 
 
 class ReadAnswer(NamedTuple):

@@ -32,21 +32,14 @@ ROW_READINGS: tuple[Reading, ...] = ("cls", "mean", "lasttoken", "lastword", "ma
 
 
 class RowMembership(NamedTuple):
-    """Assignment of the tokens in a tensor ``[R, N, ...]`` to the B rows of a batch.
+    """Assignment of the tokens in a tensor ``[R, N, ...]`` to the B rows of a batch."""
 
-    Attributes:
-        ids: Token ids, INT64 ``[R, N]``.
-        position: Position of each token in its row, INT64 ``[R or 1, N]``.
-        member: Whether a token belongs to a row, BOOL ``[B, N]``.
-        length: Number of tokens of each row, INT64 ``[B, 1]``.
-        prompt: Number of tokens at the beginning of each row that are not pooled, ``[B, 1]``; None
-            if all are pooled.
-    """
-
-    ids: Tensor
-    position: Tensor
-    member: Tensor
-    length: Tensor
+    ids: Tensor  # Token ids, INT64 ``[R, N]``
+    position: Tensor  # Position of each token in its row, INT64 ``[R or 1, N]``
+    member: Tensor  # Whether a token belongs to a row, BOOL ``[B, N]``
+    length: Tensor  # Number of tokens of each row, INT64 ``[B, 1]``
+    # Number of tokens at the beginning of each row that are not pooled, ``[B, 1]``; None if all are
+    # pooled.
     prompt: Tensor | None = None
 
 

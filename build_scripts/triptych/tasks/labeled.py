@@ -108,21 +108,14 @@ _LARGEST = 1e9
 
 @dataclass(frozen=True)
 class LabeledRow:
-    """One line of ``eval.jsonl``.
+    """One line of ``eval.jsonl``."""
 
-    Attributes:
-        line: Line number, from 1.
-        requests: Inputs by name of each request of the row (the path of the file for an image):
-            two
-            if `Truth.second` names a second text, else one.
-        parameters: Request parameters of this row.
-        truth: Ground truth as `Truth.read` returns it.
-    """
-
-    line: int
+    line: int  # Line number, from 1
+    # Inputs by name of each request of the row (the path of the file for an image): two if
+    # `Truth.second` names a second text, else one.
     requests: tuple[dict[str, str], ...]
-    parameters: dict[str, Any]
-    truth: Any
+    parameters: dict[str, Any]  # Request parameters of this row
+    truth: Any  # Ground truth as `Truth.read` returns it
 
     @property
     def query(self) -> str:
@@ -130,24 +123,16 @@ class LabeledRow:
 
 
 class Truth(NamedTuple):
-    """Form of the ground truth in the rows of a task.
+    """Form of the ground truth in the rows of a task."""
 
-    Attributes:
-        key: Key in the JSON object.
-        example: Example of the value as JSON.
-        rule: Description of valid values.
-        read: Returns `LabeledRow.truth` for a value and the row's text; raises ValueError.
-        second: Key of a second text that is a request of its own; empty for none.
-        by_query: Whether only all rows of a query together are meaningful.
-        fault: Returns why rows cannot show a difference, as a rule; empty if they can.
-    """
-
-    key: str
-    example: str
-    rule: str
+    key: str  # Key in the JSON object
+    example: str  # Example of the value as JSON
+    rule: str  # Description of valid values
+    # Returns `LabeledRow.truth` for a value and the row's text; raises ValueError.
     read: Callable[[Any, str], Any]
-    second: str = ""
-    by_query: bool = False
+    second: str = ""  # Key of a second text that is a request of its own; empty for none
+    by_query: bool = False  # Whether only all rows of a query together are meaningful
+    # Returns why rows cannot show a difference, as a rule; empty if they can.
     fault: Callable[[Sequence[LabeledRow]], str] = lambda rows: ""
 
 
@@ -239,32 +224,19 @@ SIMILARITY = Truth(
 
 @dataclass(frozen=True)
 class LabeledResult:
-    """Measure on labeled rows.
+    """Measure on labeled rows."""
 
-    Attributes:
-        metric: Name of the measure.
-        rows: Number of labeled rows.
-        reference: Value of the reference.
-        candidate: Value of the candidate.
-        difference: Candidate minus reference.
-        low: Lower end of the 95 % confidence interval of the difference (paired bootstrap).
-        high: Upper end of the interval.
-        max_drop: Maximum allowed loss.
-        smallest_visible_drop: Smallest loss that these rows can show; above 1 if they can show
-            none.
-        failure: Reason why the candidate fails; empty if it passes.
-    """
-
-    metric: str
-    rows: int
-    reference: float
-    candidate: float
-    difference: float
-    low: float
-    high: float
-    max_drop: float
+    metric: str  # Name of the measure
+    rows: int  # Number of labeled rows
+    reference: float  # Value of the reference
+    candidate: float  # Value of the candidate
+    difference: float  # Candidate minus reference
+    low: float  # Lower end of the 95 % confidence interval of the difference (paired bootstrap)
+    high: float  # Upper end of the interval
+    max_drop: float  # Maximum allowed loss
+    # Smallest loss that these rows can show; above 1 if they can show none.
     smallest_visible_drop: float
-    failure: str
+    failure: str  # Reason why the candidate fails; empty if it passes
 
 
 Measure = Callable[[Sequence[LabeledRow], Sequence[Outputs]], tuple[Statistic, int]]
@@ -272,16 +244,11 @@ Measure = Callable[[Sequence[LabeledRow], Sequence[Outputs]], tuple[Statistic, i
 
 
 class LabeledMetric(NamedTuple):
-    """Measure of a task on labeled rows.
-
-    Attributes:
-        measure: Computes the figure.
-        truth: Form of the ground truth.
-    """
+    """Measure of a task on labeled rows."""
 
     name: str
-    measure: Measure
-    truth: Truth
+    measure: Measure  # Computes the figure
+    truth: Truth  # Form of the ground truth
 
 
 def compare_labeled(

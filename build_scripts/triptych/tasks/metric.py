@@ -9,24 +9,18 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure that compares a candidate with the reference.
+    """A figure that compares a candidate with the reference."""
 
-    Attributes:
-        name: Name in pipeline.yaml, the build manifest and the report.
-        better: Direction of better values.
-        says: Short description.
-        limits: Default limits for the tolerances exact, close and quantized; None for no limit.
-        probe: Default limits on the general probe for the tolerances close and quantized; None if
-            the probe does not measure it.
-        is_rounded: Whether the metric is a difference of the core's numbers, which PyTorch's own
-            rounding changes.
-    """
-
-    name: str
-    better: Literal["higher", "lower"]
-    says: str
+    name: str  # Name in pipeline.yaml, the build manifest and the report
+    better: Literal["higher", "lower"]  # Direction of better values
+    says: str  # Short description
+    # Default limits for the tolerances exact, close and quantized; None for no limit.
     limits: tuple[float, float, float | None]
+    # Default limits on the general probe for the tolerances close and quantized; None if the probe
+    # does not measure it.
     probe: tuple[float, float] | None = None
+    # Whether the metric is a difference of the core's numbers, which PyTorch's own rounding
+    # changes.
     is_rounded: bool = False
 
     def meets(self, value: float, limit: float) -> bool:

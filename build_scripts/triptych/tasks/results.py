@@ -36,13 +36,9 @@ Pair = tuple[Array, Array]
 
 @dataclass(frozen=True)
 class Results(ABC):
-    """Results of one form.
+    """Results of one form."""
 
-    Attributes:
-        outputs: Output tensors without the batch dimension.
-    """
-
-    outputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]  # Output tensors without the batch dimension
 
     @property
     @abstractmethod
@@ -118,12 +114,9 @@ class Results(ABC):
 
 @dataclass(frozen=True)
 class Elements(Results):
-    """Results that are compared element by element.
+    """Results that are compared element by element."""
 
-    Attributes:
-        meaning: Meaning of the last axis: a vector, numbers of classes, or neither.
-    """
-
+    # Meaning of the last axis: a vector, numbers of classes, or neither.
     meaning: Literal["vector", "classes", "values"] = "values"
 
     @property

@@ -45,21 +45,14 @@ similarity; or plain outputs.
 
 @dataclass(frozen=True)
 class Core:
-    """Computation and outputs of the core.
+    """Computation and outputs of the core."""
 
-    Attributes:
-        auto_class: Class of transformers that loads the model with its head.
-        reads: Input of the head.
-        returns: Kind of output.
-        outputs: Output tensors without the batch dimension, in the order of `returns`.
-        activation: Function from logits to scores; None for the model's.
-    """
-
-    auto_class: str
-    reads: Reads
-    returns: Returns
+    auto_class: str  # Class of transformers that loads the model with its head
+    reads: Reads  # Input of the head
+    returns: Returns  # Kind of output
+    # Output tensors without the batch dimension, in the order of `returns`.
     outputs: tuple[Tensor, ...]
-    activation: Activation | None = None
+    activation: Activation | None = None  # Function from logits to scores; None for the model's
 
     @property
     def per_token(self) -> bool:
@@ -78,17 +71,11 @@ class Core:
 
 
 class HeadContext(NamedTuple):
-    """Model that the head of a task belongs to.
+    """Model that the head of a task belongs to."""
 
-    Attributes:
-        model: Model, as `Core.auto_class` loads it.
-        info: Information about the model.
-        folder: Folder of the model.
-    """
-
-    model: PreTrainedModel
-    info: ModelInfo
-    folder: Path
+    model: PreTrainedModel  # Model, as `Core.auto_class` loads it
+    info: ModelInfo  # Information about the model
+    folder: Path  # Folder of the model
 
 
 MakeHead = Callable[[HeadContext], "nn.Module"]
@@ -105,21 +92,14 @@ def sentence_head(context: HeadContext) -> nn.Module:
 
 @dataclass(frozen=True)
 class Rule:
-    """Rule for a request parameter, checked by `runtime.triton_io`.
+    """Rule for a request parameter, checked by `runtime.triton_io`."""
 
-    Attributes:
-        type: Type of the value.
-        default: Value if neither request nor pipeline gives one; None for none.
-        min: Smallest number.
-        max: Largest number.
-        choices: Allowed values.
-    """
-
-    type: Literal["bool", "int", "float", "str", "list"]
+    type: Literal["bool", "int", "float", "str", "list"]  # Type of the value
+    # Value if neither request nor pipeline gives one; None for none.
     default: bool | int | float | str | tuple[str, ...] | None = None
-    min: float | None = None
-    max: float | None = None
-    choices: tuple[str, ...] = ()
+    min: float | None = None  # Smallest number
+    max: float | None = None  # Largest number
+    choices: tuple[str, ...] = ()  # Allowed values
 
     def tensor(self, name: str) -> Tensor:
         """Return the optional input of the ensemble for the parameter `name`."""
@@ -136,74 +116,52 @@ class Rule:
 
 @dataclass(frozen=True)
 class View:
-    """View of a task's outputs on the demo page.
-
-    Attributes:
-        asks: Parameters that the page sends if its user gives none, within the pipeline's limits.
-    """
+    """View of a task's outputs on the demo page."""
 
     kind: ViewKind
+    # Parameters that the page sends if its user gives none, within the pipeline's limits.
     asks: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Task:
-    """Definition of a task: inputs, outputs, core, parameters and metrics.
+    """Definition of a task: inputs, outputs, core, parameters and metrics."""
 
-    Attributes:
-        name: Name in the spec.
-        inputs: Inputs of the ensemble, without the batch dimension.
-        outputs: Outputs of the ensemble.
-        rows: Module and class in `triptych.runtime` of the batch encoder.
-        decode: Module and class in `triptych.runtime` of the decoder.
-        core: Returns the core for a model and the pipeline's parameters.
-        metrics: Metrics besides `metric.CORE_METRICS`.
-        head: Makes the head of a core that reads ``pooled``.
-        compare_outputs: Computes the metrics of decoded outputs.
-        labeled: Measure on labeled rows; None if there can be none.
-        decodes_answers: Whether the gate compares decoded outputs. If only the pipeline knows
-            their
-            meaning, the gate compares the core alone.
-        parameters: Rules of request parameters by name.
-        settings: Further settings of both classes, as JSON values.
-        pairs: Whether a model row has two segments.
-        loader: Class of sentence-transformers that loads the model for the reference; empty for
-            transformers' own pipelines.
-        modules: Modules of sentence-transformers that the head computes itself.
-        has_row_metadata: Whether each model row has row metadata (`tensors.ROW_METADATA`).
-        decodes_tokens: Whether postprocess needs the tokenizer.
-        max_length: Default maximum number of tokens in a model row; None for the model's limit.
-        request_rows: Maximum number of rows in a request; None for the batch size.
-        view: View of outputs on the demo page.
-        example: Example of a row's value for outputs with JSON, for `triptych test`.
-        check: Raises `UserError` if a model does not fit the task.
-        added: Names of the outputs that the pipeline's function `after` adds.
-    """
-
-    name: str
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
-    rows: str
-    decode: str
+    name: str  # Name in the spec
+    inputs: tuple[Tensor, ...]  # Inputs of the ensemble, without the batch dimension
+    outputs: tuple[Tensor, ...]  # Outputs of the ensemble
+    rows: str  # Module and class in `triptych.runtime` of the batch encoder
+    decode: str  # Module and class in `triptych.runtime` of the decoder
+    # Returns the core for a model and the pipeline's parameters.
     core: Callable[[ModelInfo, Parameters], Core]
-    metrics: tuple[Metric, ...]
-    compare_outputs: Compare
-    labeled: LabeledMetric | None
+    metrics: tuple[Metric, ...]  # Metrics besides `metric.CORE_METRICS`
+    compare_outputs: Compare  # Computes the metrics of decoded outputs
+    labeled: LabeledMetric | None  # Measure on labeled rows; None if there can be none
+    # Whether the gate compares decoded outputs. If only the pipeline knows their meaning, the gate
+    # compares the core alone.
     decodes_answers: bool = True
-    head: MakeHead = sentence_head
+    head: MakeHead = sentence_head  # Makes the head of a core that reads ``pooled``
+    # Rules of request parameters by name.
     parameters: Callable[[ModelInfo], Mapping[str, Rule]] = lambda info: {}
+    # Further settings of both classes, as JSON values.
     settings: Callable[[ModelInfo], Mapping[str, object]] = lambda info: {}
+    # Raises `UserError` if a model does not fit the task.
     check: Callable[[ModelInfo], None] = lambda info: None
-    pairs: bool = False
+    pairs: bool = False  # Whether a model row has two segments
+    # Class of sentence-transformers that loads the model for the reference; empty for transformers'
+    # own pipelines.
     loader: Loader = ""
-    modules: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()  # Modules of sentence-transformers that the head computes itself
+    # Whether each model row has row metadata (`tensors.ROW_METADATA`).
     has_row_metadata: bool = False
-    decodes_tokens: bool = False
-    request_rows: int | None = None
+    decodes_tokens: bool = False  # Whether postprocess needs the tokenizer
+    request_rows: int | None = None  # Maximum number of rows in a request; None for the batch size
+    # Default maximum number of tokens in a model row; None for the model's limit.
     max_length: int | None = None
-    view: View = View("outputs")
+    view: View = View("outputs")  # View of outputs on the demo page
+    # Example of a row's value for outputs with JSON, for `triptych test`.
     example: Mapping[str, object] = field(default_factory=dict)
-    added: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()  # Names of the outputs that the pipeline's function `after` adds
 
     @property
     def output_settings(self) -> list[dict[str, Any]]:

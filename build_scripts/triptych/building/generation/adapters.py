@@ -41,17 +41,12 @@ _MODULES = "modules.json"
 
 @dataclass(frozen=True)
 class Adapter:
-    """Adapter that changes the weights of a module to W + `scale`·B·A.
-
-    Attributes:
-        sha256: SHA-256 hash of its files, in hex.
-        rank: Number of rows of A.
-    """
+    """Adapter that changes the weights of a module to W + `scale`·B·A."""
 
     name: str
     folder: Path
-    sha256: str
-    rank: int
+    sha256: str  # SHA-256 hash of its files, in hex
+    rank: int  # Number of rows of A
     scale: float
 
     @property

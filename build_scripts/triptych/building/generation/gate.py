@@ -125,16 +125,11 @@ _MAX_SHOWN = 80
 
 
 class GenerationMetric(NamedTuple):
-    """Metric of the gate.
-
-    Attributes:
-        better: Side of the limit on which a value passes.
-        words: Meaning of the value, in words.
-    """
+    """Metric of the gate."""
 
     name: str
-    better: str
-    words: str
+    better: str  # Side of the limit on which a value passes
+    words: str  # Meaning of the value, in words
 
 
 METRICS = (
@@ -206,24 +201,17 @@ def limits_of(precision: str) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Answered:
-    """Answers of an engine or a server to the prompts of the gate.
+    """Answers of an engine or a server to the prompts of the gate."""
 
-    Attributes:
-        prompts: Token ids of each prompt.
-        alone: Token ids of the answer to each prompt without concurrent requests.
-        together: Token ids of the answers with concurrent requests, for each run.
-        forced: Log-probabilities that the engine gives to the first tokens of each reference
-            answer.
-        streamed: Text of each stream.
-        whole: Expected text of each stream.
-    """
-
-    prompts: Sequence[Sequence[int]]
+    prompts: Sequence[Sequence[int]]  # Token ids of each prompt
+    # Token ids of the answer to each prompt without concurrent requests.
     alone: Sequence[Sequence[int]]
+    # Token ids of the answers with concurrent requests, for each run.
     together: Sequence[Sequence[Sequence[int]]]
+    # Log-probabilities that the engine gives to the first tokens of each reference answer.
     forced: Sequence[Sequence[float]]
-    streamed: Sequence[str]
-    whole: Sequence[str]
+    streamed: Sequence[str]  # Text of each stream
+    whole: Sequence[str]  # Expected text of each stream
 
 
 def judge(

@@ -61,18 +61,13 @@ class PromptSettings(TypedDict):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One line of the traffic.
+    """One line of the traffic."""
 
-    Attributes:
-        sent: Inputs as a client sends them: ``text_input`` or ``messages``, and
-            ``sampling_parameters`` if the line has them.
-        ids: Token ids, as preprocess makes them.
-        adapter: Name of the adapter; empty for the model itself.
-    """
-
+    # Inputs as a client sends them: ``text_input`` or ``messages``, and ``sampling_parameters`` if
+    # the line has them.
     sent: Mapping[str, str]
-    ids: tuple[int, ...]
-    adapter: str = ""
+    ids: tuple[int, ...]  # Token ids, as preprocess makes them
+    adapter: str = ""  # Name of the adapter; empty for the model itself
 
     @property
     def messages(self) -> list[Message] | None:
@@ -89,20 +84,15 @@ class Prompt:
 
 @dataclass(frozen=True)
 class GeneratingInputs(ABC):
-    """Inputs of a build of a pipeline that generates text, of either kind.
-
-    Attributes:
-        weights: Folder of the weights; the engine may read a conversion of them.
-        max_length: Maximum number of tokens of a prompt. For a causal language model, the answer
-            counts too.
-        adapters: LoRA adapters in the order of the spec.
-    """
+    """Inputs of a build of a pipeline that generates text, of either kind."""
 
     spec: TextSpec
     model: GenerationModel
-    weights: Path
+    weights: Path  # Folder of the weights; the engine may read a conversion of them
+    # Maximum number of tokens of a prompt. For a causal language model, the answer counts too.
     max_length: int
     prompts: tuple[Prompt, ...]
+    # LoRA adapters in the order of the spec.
     adapters: tuple[Adapter, ...] = field(default=(), kw_only=True)
 
     @property

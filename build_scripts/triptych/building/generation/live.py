@@ -62,21 +62,14 @@ class PromptReply:
 
 @dataclass(frozen=True)
 class PromptRuns:
-    """Responses in the order of the prompts.
+    """Responses in the order of the prompts."""
 
-    Attributes:
-        prompts: Token ids of the prompts, from the server's preprocess.
-        alone: Streams, one by one.
-        whole: Complete answers, one by one.
-        together: Concurrent streams, from the first prompt to the last and in reverse order.
-        labeled: Complete answers to the labeled prompts, concurrently.
-    """
-
-    prompts: Sequence[Sequence[int]]
-    alone: Sequence[PromptReply]
-    whole: Sequence[PromptReply]
+    prompts: Sequence[Sequence[int]]  # Token ids of the prompts, from the server's preprocess
+    alone: Sequence[PromptReply]  # Streams, one by one
+    whole: Sequence[PromptReply]  # Complete answers, one by one
+    # Concurrent streams, from the first prompt to the last and in reverse order.
     together: Sequence[Sequence[PromptReply]]
-    labeled: Sequence[PromptReply]
+    labeled: Sequence[PromptReply]  # Complete answers to the labeled prompts, concurrently
 
 
 def ask_live(

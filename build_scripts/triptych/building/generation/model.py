@@ -40,16 +40,12 @@ COMPUTED = ("fp16", "bf16")
 
 @dataclass(frozen=True)
 class Quantization:
-    """Quantization of a model's weights, by the model's files.
+    """Quantization of a model's weights, by the model's files."""
 
-    Attributes:
-        name: Precision of `GenerationCore` (``awq``, ``gptq``, ``int8``, ``fp8``) if one
-            fits; otherwise the quantization method.
-        words: Description for a user.
-    """
-
+    # Precision of `GenerationCore` (``awq``, ``gptq``, ``int8``, ``fp8``) if one fits; otherwise
+    # the quantization method.
     name: str
-    words: str
+    words: str  # Description for a user
 
 
 class QuantizedNumbers(TypedDict, total=False):
@@ -170,51 +166,36 @@ GENERATION_FILE = "generation_config.json"
 
 @dataclass(frozen=True)
 class GenerationInfo:
-    """Facts about a model.
+    """Facts about a model."""
 
-    Attributes:
-        sha256: SHA-256 hash of the files that decide its results, in hex.
-        architecture: Class of the model in transformers.
-        max_length: Maximum number of tokens of a prompt and its answer; `OUT_OF_REACH` if the
-            files have no limit.
-        stop_token_ids: Ids of the tokens that end an answer.
-        special_tokens: Name to text of the special tokens, for chat templates.
-        kv_values: Number of values in the KV cache for a token.
-        kv_heads: Number of heads of these values. With more GPUs than heads, some GPUs hold
-            copies.
-        vocabulary: Number of tokens in the weights; a tokenizer may have more.
-        suggested: Sampling parameters that the model's files suggest, which are not defaults here.
-        quantization: Quantization of the weights; None if they are not quantized.
-    """
-
-    sha256: str
-    architecture: str
+    sha256: str  # SHA-256 hash of the files that decide its results, in hex
+    architecture: str  # Class of the model in transformers
+    # Maximum number of tokens of a prompt and its answer; `OUT_OF_REACH` if the files have no
+    # limit.
     max_length: int
-    stop_token_ids: tuple[int, ...]
-    special_tokens: Mapping[str, str]
-    kv_values: int
+    stop_token_ids: tuple[int, ...]  # Ids of the tokens that end an answer
+    special_tokens: Mapping[str, str]  # Name to text of the special tokens, for chat templates
+    kv_values: int  # Number of values in the KV cache for a token
+    # Number of heads of these values. With more GPUs than heads, some GPUs hold copies.
     kv_heads: int
-    vocabulary: int
+    vocabulary: int  # Number of tokens in the weights; a tokenizer may have more
+    # Quantization of the weights; None if they are not quantized.
     quantization: Quantization | None = None
+    # Sampling parameters that the model's files suggest, which are not defaults here.
     suggested: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class GenerationModel:
-    """Information about a model, and the files that the steps read, in the cache.
-
-    Attributes:
-        tokenizer: File of the tokenizer that encodes texts.
-        chat_template: File of the chat template; None if the model has none.
-        decoder: File of the tokenizer that decodes ids; None if `tokenizer` decodes them.
-        pieces: File for `runtime.prompts` that maps the tokenizer's pieces to the model's ids; None
-            if the tokenizer has the model's ids.
-    """
+    """Information about a model, and the files that the steps read, in the cache."""
 
     info: GenerationInfo
-    tokenizer: Path
-    chat_template: Path | None
+    tokenizer: Path  # File of the tokenizer that encodes texts
+    chat_template: Path | None  # File of the chat template; None if the model has none
+    # File of the tokenizer that decodes ids; None if `tokenizer` decodes them.
     decoder: Path | None = None
+    # File for `runtime.prompts` that maps the tokenizer's pieces to the model's ids; None if the
+    # tokenizer has the model's ids.
     pieces: Path | None = None
 
     @property

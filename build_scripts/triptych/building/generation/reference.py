@@ -36,21 +36,14 @@ _RESULT = "reference.json"
 
 @dataclass(frozen=True)
 class Reference:
-    """One prompt and its answer by the original model.
+    """One prompt and its answer by the original model."""
 
-    Attributes:
-        prompt: Token ids of the prompt, by the model's own tokenizer and chat template.
-        ids: Token ids of the answer.
-        text: Text of the answer, decoded as a whole after its prompt.
-        margins: Difference of the two best logits at each token.
-        logprobs: Log-probability of each token.
-    """
-
+    # Token ids of the prompt, by the model's own tokenizer and chat template.
     prompt: tuple[int, ...]
-    ids: tuple[int, ...]
-    text: str
-    margins: tuple[float, ...]
-    logprobs: tuple[float, ...]
+    ids: tuple[int, ...]  # Token ids of the answer
+    text: str  # Text of the answer, decoded as a whole after its prompt
+    margins: tuple[float, ...]  # Difference of the two best logits at each token
+    logprobs: tuple[float, ...]  # Log-probability of each token
 
 
 def choose_prompts(inputs: GeneratingInputs, most: int) -> tuple[Prompt, ...]:

@@ -44,20 +44,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineModule:
-    """Module of an engine that generates text, as `register_engine` adds it.
+    """Module of an engine that generates text, as `register_engine` adds it."""
 
-    Attributes:
-        file: The module: a name in `runtime`, or an absolute path.
-        is_compared: Whether the gate can run the engine against transformers.
-        fake: Answers of a fake engine of the tests; None for a real engine.
-        settings: Settings of the engine in addition to those of every engine.
-        forms_batches: Whether the engine chooses the requests of a batch by their lengths.
-    """
-
-    file: str
-    is_compared: bool = True
-    fake: FakeModel | None = None
+    file: str  # The module: a name in `runtime`, or an absolute path
+    is_compared: bool = True  # Whether the gate can run the engine against transformers
+    fake: FakeModel | None = None  # Answers of a fake engine of the tests; None for a real engine
+    # Settings of the engine in addition to those of every engine.
     settings: Mapping[str, object] = field(default_factory=dict)
+    # Whether the engine chooses the requests of a batch by their lengths.
     forms_batches: bool = False
 
 

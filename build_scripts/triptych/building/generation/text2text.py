@@ -270,20 +270,14 @@ _MODEL, _INFO, _DECODER = "model", "facts.json", "decoder"
 
 @dataclass(frozen=True)
 class SearchInfo:
-    """Facts about the answers of a model, from its files.
+    """Facts about the answers of a model, from its files."""
 
-    Attributes:
-        answer_begins: Token ids at the beginning of every answer.
-        end: Id of the token that ends an answer.
-        own: Search settings of the model's ``generation_config.json``, as `GREEDY`.
-        samples: Whether ``generate`` samples an answer by default.
-        max_new_tokens: Maximum number of tokens of an answer in that file; None for none.
-    """
-
-    answer_begins: tuple[int, ...]
-    end: int
+    answer_begins: tuple[int, ...]  # Token ids at the beginning of every answer
+    end: int  # Id of the token that ends an answer
+    # Search settings of the model's ``generation_config.json``, as `GREEDY`.
     own: dict[str, Setting]
-    samples: bool = False
+    samples: bool = False  # Whether ``generate`` samples an answer by default
+    # Maximum number of tokens of an answer in that file; None for none.
     max_new_tokens: int | None = None
 
 

@@ -188,17 +188,12 @@ def _mib(size: int) -> str:
 
 
 class BuildGpu(NamedTuple):
-    """A GPU and its software.
-
-    Attributes:
-        compute_capability: Compute capability such as ``9.0``.
-        driver: Version of NVIDIA's driver; empty if the kernel does not report it.
-        cuda: Version of the CUDA runtime, major and minor; empty if its bindings are not installed.
-    """
+    """A GPU and its software."""
 
     name: str
-    compute_capability: str
-    driver: str
+    compute_capability: str  # Compute capability such as ``9.0``
+    driver: str  # Version of NVIDIA's driver; empty if the kernel does not report it
+    # Version of the CUDA runtime, major and minor; empty if its bindings are not installed.
     cuda: str
 
 

@@ -73,21 +73,14 @@ class GraphValue(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineGraph:
-    """Properties of a graph, without its weights.
-
-    Attributes:
-        products: Precision that each matrix product requires, by node.
-        casts: Nodes that convert types.
-        stored_bytes: Bytes of all weights, in their own types.
-        wide_bytes: Additional bytes if the 16- and 8-bit weights of `products` were fp32.
-    """
+    """Properties of a graph, without its weights."""
 
     inputs: Mapping[str, GraphValue]
     outputs: Mapping[str, GraphValue]
-    products: Mapping[str, str]
-    casts: frozenset[str]
-    stored_bytes: int
-    wide_bytes: int
+    products: Mapping[str, str]  # Precision that each matrix product requires, by node
+    casts: frozenset[str]  # Nodes that convert types
+    stored_bytes: int  # Bytes of all weights, in their own types
+    wide_bytes: int  # Additional bytes if the 16- and 8-bit weights of `products` were fp32
 
 
 def read_graph(path: Path) -> EngineGraph:

@@ -73,22 +73,14 @@ class _InspectedLayer(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of an engine, as the inspector describes it.
-
-    Attributes:
-        nodes: ONNX nodes that it was built from.
-        kernel: Type and tactic of the layer.
-        region: Whether it is a region of many operators, which may convert types inside.
-        reads: Floating-point and quantized types of its inputs.
-        writes: Floating-point and quantized types of its outputs.
-    """
+    """A layer of an engine, as the inspector describes it."""
 
     name: str
-    nodes: tuple[str, ...]
-    kernel: str
-    region: bool
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
+    nodes: tuple[str, ...]  # ONNX nodes that it was built from
+    kernel: str  # Type and tactic of the layer
+    region: bool  # Whether it is a region of many operators, which may convert types inside
+    reads: tuple[str, ...]  # Floating-point and quantized types of its inputs
+    writes: tuple[str, ...]  # Floating-point and quantized types of its outputs
 
     @property
     def precision(self) -> str:
@@ -107,17 +99,11 @@ class Layer:
 
 @dataclass(frozen=True)
 class Inspection:
-    """Properties of a finished engine.
+    """Properties of a finished engine."""
 
-    Attributes:
-        matmuls: Number of products by precision, and ``unseen``.
-        witness: Proof of the precision: ``layers``, ``size``, or ``graph`` if it is fp32.
-        profiles: Profiles of the engine, by input.
-    """
-
-    matmuls: Mapping[str, int]
-    witness: str
-    profiles: Sequence[Mapping[str, ShapeRange]]
+    matmuls: Mapping[str, int]  # Number of products by precision, and ``unseen``
+    witness: str  # Proof of the precision: ``layers``, ``size``, or ``graph`` if it is fp32
+    profiles: Sequence[Mapping[str, ShapeRange]]  # Profiles of the engine, by input
 
 
 def read_layers(information: str, casts: frozenset[str] = frozenset()) -> list[Layer]:

@@ -46,16 +46,11 @@ _VERSION_AT = 24
 
 @dataclass(frozen=True)
 class EngineTensor:
-    """An input or output of an engine.
-
-    Attributes:
-        data_type: TensorRT's name of its type, such as ``FLOAT``.
-        dims: Shape with the batch dimension; varying dims are -1.
-    """
+    """An input or output of an engine."""
 
     name: str
-    data_type: str
-    dims: Dims
+    data_type: str  # TensorRT's name of its type, such as ``FLOAT``
+    dims: Dims  # Shape with the batch dimension; varying dims are -1
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -70,22 +65,17 @@ class EngineTensor:
 
 @dataclass(frozen=True)
 class OpenEngine:
-    """An engine that TensorRT has loaded.
-
-    Attributes:
-        runtime: TensorRT's runtime, which must outlive the engine.
-        inputs: Inputs in the engine's order, like `outputs`.
-        profiles: Optimization profiles in order, each by input name.
-        complaints: Errors that TensorRT has logged, oldest first. The log is the only place that
-            contains the reason of a failure.
-    """
+    """An engine that TensorRT has loaded."""
 
     trt: ModuleType
-    runtime: Runtime
+    runtime: Runtime  # TensorRT's runtime, which must outlive the engine
     engine: ICudaEngine
-    inputs: tuple[EngineTensor, ...]
+    inputs: tuple[EngineTensor, ...]  # Inputs in the engine's order, like `outputs`
     outputs: tuple[EngineTensor, ...]
+    # Optimization profiles in order, each by input name.
     profiles: tuple[Mapping[str, ShapeRange], ...]
+    # Errors that TensorRT has logged, oldest first. The log is the only place that contains the
+    # reason of a failure.
     complaints: list[str]
 
     def failure(self, sentence: str) -> EngineError:

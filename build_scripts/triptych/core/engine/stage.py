@@ -54,17 +54,11 @@ CHECKED_REQUESTS = 64
 
 
 class ReusableEngine(NamedTuple):
-    """An engine in the repository that was built of the same core.
+    """An engine in the repository that was built of the same core."""
 
-    Attributes:
-        path: Path of the plan, relative to the repository.
-        file: Path of the plan.
-        record: Record of the engine's build.
-    """
-
-    path: str
-    file: Path
-    record: EngineRecord
+    path: str  # Path of the plan, relative to the repository
+    file: Path  # Path of the plan
+    record: EngineRecord  # Record of the engine's build
 
 
 def write_engine_samples(inputs: PipelineInputs, progress: Progress) -> Path | None:
@@ -139,19 +133,12 @@ Record = TypeVar("Record", EngineRecord, DryRun)
 
 @dataclass(frozen=True)
 class EngineResult(Generic[Record]):
-    """Result of an engine build, or of its dry run.
+    """Result of an engine build, or of its dry run."""
 
-    Attributes:
-        pipeline: Name of the pipeline.
-        owner: Pipeline that owns the core; another one if the core is shared.
-        changed: Models that were written; empty if everything was up to date.
-        record: Record of the build in the build manifest.
-    """
-
-    pipeline: str
-    owner: str
-    changed: tuple[str, ...]
-    record: Record
+    pipeline: str  # Name of the pipeline
+    owner: str  # Pipeline that owns the core; another one if the core is shared
+    changed: tuple[str, ...]  # Models that were written; empty if everything was up to date
+    record: Record  # Record of the build in the build manifest
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain data, for ``--json``."""

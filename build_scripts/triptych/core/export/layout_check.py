@@ -76,22 +76,15 @@ ContextFactory = Callable[["PreTrainedModel"], AbstractContextManager[None]]
 
 
 class ProbeRow(NamedTuple):
-    """A random row, and the model's result for it alone and unpadded.
+    """A random row, and the model's result for it alone and unpadded."""
 
-    Attributes:
-        ids: Token ids, INT64 ``[N]``.
-        first_segment: Number of tokens before the second segment.
-        hidden: Token vectors of the encoder, FP32 ``[N, H]``; None for a model without a separate
-            encoder.
-        logits: Result of the model with its head, ``[K]`` or ``[N, K]``; None for a model without a
-            head.
-        scale: Largest element of the logits of all rows. A single row's logits may all be near 0.
-    """
-
-    ids: Tensor
-    first_segment: int
+    ids: Tensor  # Token ids, INT64 ``[N]``
+    first_segment: int  # Number of tokens before the second segment
+    # Token vectors of the encoder, FP32 ``[N, H]``; None for a model without a separate encoder.
     hidden: Tensor | None
+    # Result of the model with its head, ``[K]`` or ``[N, K]``; None for a model without a head.
     logits: Tensor | None
+    # Largest element of the logits of all rows. A single row's logits may all be near 0.
     scale: float = 0.0
 
 

@@ -64,17 +64,11 @@ RunGraph = Callable[[Mapping[str, Array]], dict[str, Array]]
 
 @dataclass(frozen=True)
 class OwnGraph:
-    """Interface of the user's graph.
+    """Interface of the user's graph."""
 
-    Attributes:
-        sha256: Hash of the file and of its weights, in hex.
-        inputs: Inputs without the batch axis.
-        outputs: Outputs without the batch axis.
-    """
-
-    sha256: str
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
+    sha256: str  # Hash of the file and of its weights, in hex
+    inputs: tuple[Tensor, ...]  # Inputs without the batch axis
+    outputs: tuple[Tensor, ...]  # Outputs without the batch axis
 
 
 def read_served(file: Path, field: str) -> tuple[onnx.ModelProto, GraphInterface]:

@@ -44,13 +44,9 @@ _SIDES = (224, 32, 28, 64, 16000)
 
 
 class _Form(NamedTuple):
-    """Type and shape of the rows of an input.
+    """Type and shape of the rows of an input."""
 
-    Attributes:
-        start: Smallest integer, None for numbers of type float.
-    """
-
-    start: int | None
+    start: int | None  # Smallest integer, None for numbers of type float
     shape: tuple[int, ...]
 
     def make(self, name: str) -> NDArray[np.generic]:

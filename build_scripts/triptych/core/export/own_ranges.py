@@ -40,16 +40,12 @@ _FLOATS = (1, 10, 11, 16)
 
 
 class GraphRanges(NamedTuple):
-    """Ranges of the inputs of a graph.
+    """Ranges of the inputs of a graph."""
 
-    Attributes:
-        bounds: Bounds of the elements of a row of each input. Axes on which they do not depend have
-            the size 1.
-        unknown: Operator and reason for each input whose range cannot be derived.
-    """
-
+    # Bounds of the elements of a row of each input. Axes on which they do not depend have the size
+    # 1.
     bounds: Mapping[str, Bounds]
-    unknown: Mapping[str, str]
+    unknown: Mapping[str, str]  # Operator and reason for each input whose range cannot be derived
 
 
 class _Unknown(Exception):

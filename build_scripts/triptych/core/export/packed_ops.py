@@ -198,18 +198,13 @@ class GatheredBatch:
 
 
 class Packed(NamedTuple):
-    """Packed form of a padded tensor.
+    """Packed form of a padded tensor."""
 
-    Attributes:
-        padded: Tensor ``[B, ..., L, ...]``. It has no values until `PackedOperations.values`
-            computes them. The reference keeps its identity unique.
-        packed: Values of the tokens, ``[1, ..., T, ...]``, or ``[T, ...]`` if `axis` is 0.
-        axis: Axis of the tokens; 0 if the padded tensor is ``[B * L, ...]``.
-    """
-
+    # Tensor ``[B, ..., L, ...]``. It has no values until `PackedOperations.values` computes them.
+    # The reference keeps its identity unique.
     padded: Tensor
-    packed: Tensor
-    axis: int
+    packed: Tensor  # Values of the tokens, ``[1, ..., T, ...]``, or ``[T, ...]`` if `axis` is 0
+    axis: int  # Axis of the tokens; 0 if the padded tensor is ``[B * L, ...]``
 
 
 class TorchCall(NamedTuple):

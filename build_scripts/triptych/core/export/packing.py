@@ -51,15 +51,12 @@ class CannotPack(Exception):
 
 
 class PositionIds(NamedTuple):
-    """Numbering of the tokens of a row.
+    """Numbering of the tokens of a row."""
 
-    Attributes:
-        first: Number of the first token. RoBERTa and its family start behind the id of the padding.
-        skipped: Token id that is not counted anywhere in a row and has its own id as its number;
-            None if every token counts.
-    """
-
+    # Number of the first token. RoBERTa and its family start behind the id of the padding.
     first: int = 0
+    # Token id that is not counted anywhere in a row and has its own id as its number; None if every
+    # token counts.
     skipped: int | None = None
 
     def numbers(self, ids: Tensor, position: Tensor, valid: Tensor) -> Tensor:

@@ -270,20 +270,14 @@ ATTENTION_FILE = "attention.txt"
 
 @dataclass(frozen=True)
 class Exported:
-    """Result of the export.
+    """Result of the export."""
 
-    Attributes:
-        file: Path of the graph; the file does not exist if there is a `refusal`.
-        key: Hash of everything that decided the graph, in hex.
-        refusal: Reason why the model's rows cannot be packed; empty otherwise.
-        attention: Operators that compute attention for a GPU, with the reason; empty for a CPU.
-        files: SHA-256 hashes of the graph's files, by name.
-    """
-
-    file: Path
-    key: str
-    refusal: str = ""
+    file: Path  # Path of the graph; the file does not exist if there is a `refusal`
+    key: str  # Hash of everything that decided the graph, in hex
+    refusal: str = ""  # Reason why the model's rows cannot be packed; empty otherwise
+    # Operators that compute attention for a GPU, with the reason; empty for a CPU.
     attention: str = ""
+    # SHA-256 hashes of the graph's files, by name.
     files: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -31,15 +31,10 @@ ROUNDING = 1e-5
 
 
 class DecodedAnswer(NamedTuple):
-    """Expected answer to one request of one row.
+    """Expected answer to one request of one row."""
 
-    Attributes:
-        outputs: Outputs of the ensemble; empty if the request is rejected.
-        refusal: Message of the function that rejects the request; else empty.
-    """
-
-    outputs: Decoded
-    refusal: str = ""
+    outputs: Decoded  # Outputs of the ensemble; empty if the request is rejected
+    refusal: str = ""  # Message of the function that rejects the request; else empty
 
 
 def reference_answers(

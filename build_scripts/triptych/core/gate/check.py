@@ -160,39 +160,25 @@ ALONE_BATCHES = 2
 
 @dataclass(frozen=True)
 class GateLabels:
-    """Labeled rows of the user, for the gate.
+    """Labeled rows of the user, for the gate."""
 
-    Attributes:
-        rows: Rows as the user labeled them.
-        requests: Requests of the gate with these rows.
-        expected: Outputs of the reference for each core row.
-        max_drop: Maximum allowed loss of the metric against the reference.
-    """
-
-    rows: tuple[LabeledRow, ...]
-    requests: tuple[GateRequest, ...]
-    expected: Sequence[Expected]
-    max_drop: float
+    rows: tuple[LabeledRow, ...]  # Rows as the user labeled them
+    requests: tuple[GateRequest, ...]  # Requests of the gate with these rows
+    expected: Sequence[Expected]  # Outputs of the reference for each core row
+    max_drop: float  # Maximum allowed loss of the metric against the reference
 
 
 @dataclass(frozen=True, kw_only=True)
 class GateCase:
-    """Rows of a gate with their right results, and how an artifact is held against these.
+    """Rows of a gate with their right results, and how an artifact is held against these."""
 
-    Attributes:
-        requests: Requests of the gate.
-        expected: Outputs of the reference for each core row, in the order of the requests' rows.
-        core: Core whose outputs the artifact returns.
-        limits: Worst allowed value of each metric, see `tasks.accuracy`.
-        batch_size: Maximum number of rows in a batch.
-        decoding: Decoder of core outputs; None to check the core outputs alone.
-    """
-
-    requests: Sequence[GateRequest]
+    requests: Sequence[GateRequest]  # Requests of the gate
+    # Outputs of the reference for each core row, in the order of the requests' rows.
     expected: Sequence[Expected]
-    core: Core
-    limits: Mapping[str, float]
-    batch_size: int
+    core: Core  # Core whose outputs the artifact returns
+    limits: Mapping[str, float]  # Worst allowed value of each metric, see `tasks.accuracy`
+    batch_size: int  # Maximum number of rows in a batch
+    # Decoder of core outputs; None to check the core outputs alone.
     decoding: Decoding | None = None
 
     @property

@@ -21,18 +21,13 @@ Pairs = Sequence[tuple[RowOutputs, Expected]]
 
 @dataclass(frozen=True)
 class Measured:
-    """Differences of one output, or of one view of the output.
+    """Differences of one output, or of one view of the output."""
 
-    Attributes:
-        name: Name of the output or view, for messages.
-        rows: Largest difference of each row from the reference, relative to the largest absolute
-            element of the reference in all rows if that is above 1.
-        effect: Largest change caused by other rows in the batch, on the same scale.
-    """
-
-    name: str
+    name: str  # Name of the output or view, for messages
+    # Largest difference of each row from the reference, relative to the largest absolute element of
+    # the reference in all rows if that is above 1.
     rows: NDArray[np.float64]
-    effect: float
+    effect: float  # Largest change caused by other rows in the batch, on the same scale
 
     @property
     def difference(self) -> float:

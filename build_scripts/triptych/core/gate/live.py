@@ -200,15 +200,11 @@ class LiveResponse:
 
 @dataclass(frozen=True)
 class LiveRuns:
-    """Responses of all ways of sending, in the order of the requests.
+    """Responses of all ways of sending, in the order of the requests."""
 
-    Attributes:
-        responses: Response to each request, by way of sending.
-        mean_batch: Mean number of rows in a batch of the core during the last way of sending; None
-            if the server does not report it.
-    """
-
-    responses: Mapping[str, Sequence[LiveResponse]]
+    responses: Mapping[str, Sequence[LiveResponse]]  # Response to each request, by way of sending
+    # Mean number of rows in a batch of the core during the last way of sending; None if the server
+    # does not report it.
     mean_batch: float | None
 
 
@@ -401,38 +397,24 @@ _MAX_SHOWN = 160
 
 @dataclass(frozen=True)
 class ExpectedAnswer:
-    """One request and its expected result.
+    """One request and its expected result."""
 
-    Attributes:
-        preview: Short text for tables.
-        query: Group of the row, if rows are ranked.
-        edge: Whether the request is a synthetic edge case.
-        wanted: Answer of the reference.
-        refusal: Message of the error that the spec requires instead; empty if there is none.
-    """
-
-    preview: str
-    query: str
-    edge: bool
-    wanted: Outputs
-    refusal: str
+    preview: str  # Short text for tables
+    query: str  # Group of the row, if rows are ranked
+    edge: bool  # Whether the request is a synthetic edge case
+    wanted: Outputs  # Answer of the reference
+    refusal: str  # Message of the error that the spec requires instead; empty if there is none
 
 
 @dataclass(frozen=True)
 class AnswerRules:
-    """Rules that the answers must meet.
+    """Rules that the answers must meet."""
 
-    Attributes:
-        task: Task of the pipeline.
-        precision: Precision of the core, which decides the limits.
-        limits: Limit of each metric.
-        hooked: Whether hooks of the pipeline make the outputs. Hooks may round, so the numbers of
-            two answers may differ by any amount.
-    """
-
-    task: Task
-    precision: Precision
-    limits: Mapping[str, float]
+    task: Task  # Task of the pipeline
+    precision: Precision  # Precision of the core, which decides the limits
+    limits: Mapping[str, float]  # Limit of each metric
+    # Whether hooks of the pipeline make the outputs. Hooks may round, so the numbers of two answers
+    # may differ by any amount.
     hooked: bool
 
     @property
@@ -448,19 +430,14 @@ class AnswerRules:
 
 @dataclass(frozen=True)
 class SortedResponses:
-    """Responses of one way of sending, sorted into answers and faults.
+    """Responses of one way of sending, sorted into answers and faults."""
 
-    Attributes:
-        answers: Answers by index of the case, without the cases that must be rejected.
-        faults: Index of the case and message of each fault, by kind of fault.
-        counts: Number of responses by outcome.
-        finite: Whether no number is NaN or infinite.
-    """
-
+    # Answers by index of the case, without the cases that must be rejected.
     answers: Mapping[int, Outputs]
+    # Index of the case and message of each fault, by kind of fault.
     faults: Mapping[str, Sequence[tuple[int, str]]]
-    counts: Counter[str]
-    finite: bool
+    counts: Counter[str]  # Number of responses by outcome
+    finite: bool  # Whether no number is NaN or infinite
 
 
 def sort_responses(

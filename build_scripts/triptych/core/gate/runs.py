@@ -279,22 +279,15 @@ def as_floats(parameters: Parameters) -> Parameters:
 
 @dataclass(frozen=True)
 class Decoding:
-    """Decoder of core outputs, with its settings.
+    """Decoder of core outputs, with its settings."""
 
-    Attributes:
-        task: Task of the decoder.
-        settings: Settings of the task, as the postprocess step gets them.
-        folder: Folder of the ``tokenizer.json``, or of the functions of a custom task.
-        reference: Answers of the user's own ``reference.py`` or of several models, in place of the
-            decoded outputs of the original model; None without them.
-        decoder: Decoder in place of that of the task; None for the latter.
-    """
-
-    task: Task
-    settings: Mapping[str, Any]
-    folder: Path
+    task: Task  # Task of the decoder
+    settings: Mapping[str, Any]  # Settings of the task, as the postprocess step gets them
+    folder: Path  # Folder of the ``tokenizer.json``, or of the functions of a custom task
+    # Answers of the user's own ``reference.py`` or of several models, in place of the decoded
+    # outputs of the original model; None without them.
     reference: Reference | None = None
-    decoder: Any = None
+    decoder: Any = None  # Decoder in place of that of the task; None for the latter
 
 
 def decode(

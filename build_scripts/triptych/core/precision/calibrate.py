@@ -40,17 +40,12 @@ _PROBE = "largest magnitude of "
 
 @dataclass(frozen=True)
 class Activations:
-    """Statistics of one value over all calibration rows.
+    """Statistics of one value over all calibration rows."""
 
-    Attributes:
-        vectors: Sample of its vectors, FP32 ``[n, K]``, evenly spread over the rows.
-        low: Minimum of each element over all rows, FP32 ``[K]``.
-        high: Maximum of each element over all rows, FP32 ``[K]``.
-    """
-
+    # Sample of its vectors, FP32 ``[n, K]``, evenly spread over the rows.
     vectors: NDArray[np.float32]
-    low: NDArray[np.float32]
-    high: NDArray[np.float32]
+    low: NDArray[np.float32]  # Minimum of each element over all rows, FP32 ``[K]``
+    high: NDArray[np.float32]  # Maximum of each element over all rows, FP32 ``[K]``
 
     @classmethod
     def of(cls, vectors: NDArray[np.float32]) -> Activations:
@@ -263,24 +258,17 @@ _BINS = 2048
 
 @dataclass(frozen=True)
 class Smoothing:
-    """Quantization parameters of one value.
+    """Quantization parameters of one value."""
 
-    Attributes:
-        shift: Value subtracted from each element, FP32 ``[K]``.
-        scale: Divisor of each shifted element, FP32 ``[K]``.
-        power: Exponent of the element's range that gave the scale.
-        range: Largest magnitude of the result that is not clipped; None for one range per vector.
-        method: Name of the method that found the range.
-        error: Error of the layer's output relative to the output's norm, as mean over the vectors.
-            The error is relative because the operation after a layer usually normalizes each
-            vector, and a rare large vector must not outweigh all others.
-    """
-
-    shift: Vector
-    scale: Vector
-    power: float
+    shift: Vector  # Value subtracted from each element, FP32 ``[K]``
+    scale: Vector  # Divisor of each shifted element, FP32 ``[K]``
+    power: float  # Exponent of the element's range that gave the scale
+    # Largest magnitude of the result that is not clipped; None for one range per vector.
     range: float | None
-    method: str
+    method: str  # Name of the method that found the range
+    # Error of the layer's output relative to the output's norm, as mean over the vectors. The error
+    # is relative because the operation after a layer usually normalizes each vector, and a rare
+    # large vector must not outweigh all others.
     error: float
 
 

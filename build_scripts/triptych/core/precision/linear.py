@@ -24,25 +24,15 @@ _WRAPPERS = re.compile(r"^(?:compute\.)?(?:encoder\.)*(?=\w+\.)")
 
 @dataclass(frozen=True)
 class Linear:
-    """Linear layer ``y = x W + b``: one product node, and the node that adds the bias.
+    """Linear layer ``y = x W + b``: one product node, and the node that adds the bias."""
 
-    Attributes:
-        name: Name of the torch module, if the graph has it; else the name of the node.
-        nodes: Indices of the MatMul or Gemm, and of the Add of its bias.
-        input: Name of x, FP32 ``[..., K]``.
-        output: Name of y, FP32 ``[..., N]``.
-        weight: Name of the weight's initializer.
-        transposed: Whether the initializer is ``[N, K]`` instead of ``[K, N]``.
-        bias: Name of the bias' initializer; empty if there is no bias.
-    """
-
-    name: str
-    nodes: tuple[int, ...]
-    input: str
-    output: str
-    weight: str
-    transposed: bool
-    bias: str
+    name: str  # Name of the torch module, if the graph has it; else the name of the node
+    nodes: tuple[int, ...]  # Indices of the MatMul or Gemm, and of the Add of its bias
+    input: str  # Name of x, FP32 ``[..., K]``
+    output: str  # Name of y, FP32 ``[..., N]``
+    weight: str  # Name of the weight's initializer
+    transposed: bool  # Whether the initializer is ``[N, K]`` instead of ``[K, N]``
+    bias: str  # Name of the bias' initializer; empty if there is no bias
 
 
 @dataclass(frozen=True)
@@ -165,19 +155,13 @@ def _common_name(names: list[str]) -> str:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings of a conversion.
+    """Settings of a conversion."""
 
-    Attributes:
-        precision: Target precision.
-        kept: Layers that stay in higher precision, by the names of `Conversion.layers`.
-        backend: Triton's name of the backend that runs the graph.
-        device: ``cpu`` or ``gpu``.
-    """
-
-    precision: Precision
+    precision: Precision  # Target precision
+    # Layers that stay in higher precision, by the names of `Conversion.layers`.
     kept: tuple[str, ...] = ()
-    backend: str = "onnxruntime"
-    device: str = "cpu"
+    backend: str = "onnxruntime"  # Triton's name of the backend that runs the graph
+    device: str = "cpu"  # ``cpu`` or ``gpu``
 
 
 def check_kept(recipe: Recipe, known: Collection[str]) -> None:

@@ -166,19 +166,12 @@ _MIN_STEP = 1e-9
 
 @dataclass(frozen=True)
 class QuantizedLayer:
-    """Quantized weights of one linear layer.
+    """Quantized weights of one linear layer."""
 
-    Attributes:
-        layer: Layer of the fp32 graph that is replaced.
-        weight: INT8 ``[K, N]``.
-        scale: Scale of the weight, FP32 ``[N]``.
-        bias: FP32 ``[N]``; includes the contribution of the smoothing's shift.
-    """
-
-    layer: Linear
-    weight: NDArray[np.int8]
-    scale: NDArray[np.float32]
-    bias: NDArray[np.float32]
+    layer: Linear  # Layer of the fp32 graph that is replaced
+    weight: NDArray[np.int8]  # INT8 ``[K, N]``
+    scale: NDArray[np.float32]  # Scale of the weight, FP32 ``[N]``
+    bias: NDArray[np.float32]  # FP32 ``[N]``; includes the contribution of the smoothing's shift
 
 
 @dataclass(frozen=True)

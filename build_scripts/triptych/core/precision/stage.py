@@ -24,28 +24,19 @@ from triptych.spec.plan import Plan
 
 @dataclass(frozen=True)
 class CheckedCore:
-    """Core that passed the gate, or whose failure was accepted.
+    """Core that passed the gate, or whose failure was accepted."""
 
-    Attributes:
-        inputs: Inputs of the pipeline, planned in the layout of the artifact.
-        file: Path of the ``model.onnx``.
-        key: Hash of everything that decided the graph, in hex.
-        source_key: Hash of everything that decided the fp32 graph it was made of, in hex.
-        files: SHA-256 hashes of the graph's files that the gate checked, by name.
-        attention: Operators that compute attention for a GPU, with the reason; empty for a CPU.
-        not_packed_reason: Reason for a bucketed layout instead of a packed one; else empty.
-        cores: Cores of several models, the first of which this is; else empty. `gate` is then that
-            of the pipeline.
-    """
-
-    inputs: PipelineInputs
-    file: Path
-    key: str
-    source_key: str
+    inputs: PipelineInputs  # Inputs of the pipeline, planned in the layout of the artifact
+    file: Path  # Path of the ``model.onnx``
+    key: str  # Hash of everything that decided the graph, in hex
+    source_key: str  # Hash of everything that decided the fp32 graph it was made of, in hex
     gate: GateResult
-    files: Mapping[str, str]
+    files: Mapping[str, str]  # SHA-256 hashes of the graph's files that the gate checked, by name
+    # Operators that compute attention for a GPU, with the reason; empty for a CPU.
     attention: str = ""
-    not_packed_reason: str = ""
+    not_packed_reason: str = ""  # Reason for a bucketed layout instead of a packed one; else empty
+    # Cores of several models, the first of which this is; else empty. `gate` is then that of the
+    # pipeline.
     cores: tuple[CheckedCore, ...] = ()
 
     @property

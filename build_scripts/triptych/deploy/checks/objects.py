@@ -152,19 +152,12 @@ class UnreadableFile:
 
 @dataclass(frozen=True)
 class ServerPods:
-    """Pods that run Triton.
+    """Pods that run Triton."""
 
-    Attributes:
-        owner: Object that makes the pods.
-        pod: Spec of the pods, as far as the manifests have it.
-        container: Container with Triton.
-        labels: Labels of the pods.
-    """
-
-    owner: ManifestObject
-    pod: dict[str, Any]
-    container: dict[str, Any]
-    labels: dict[str, Any]
+    owner: ManifestObject  # Object that makes the pods
+    pod: dict[str, Any]  # Spec of the pods, as far as the manifests have it
+    container: dict[str, Any]  # Container with Triton
+    labels: dict[str, Any]  # Labels of the pods
 
     @property
     def where(self) -> str:
@@ -195,14 +188,11 @@ class ServerPods:
 
 @dataclass(frozen=True, eq=False)
 class Folder:
-    """Objects of a folder, its files that cannot be read, and known facts about the pipeline.
+    """Objects of a folder, its files that cannot be read, and known facts about the pipeline."""
 
-    Attributes:
-        triton: Release of Triton that the user named; None takes that of the image.
-        known: Facts about the built pipeline; None skips the checks that need them.
-    """
-
+    # Release of Triton that the user named; None takes that of the image.
     triton: Release | None = None
+    # Facts about the built pipeline; None skips the checks that need them.
     known: Known | None = None
     objects: list[ManifestObject] = field(default_factory=list)
     unread: list[UnreadableFile] = field(default_factory=list)

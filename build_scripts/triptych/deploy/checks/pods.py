@@ -316,24 +316,17 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Known:
-    """Known facts about a built pipeline.
-
-    Attributes:
-        engine: TensorRT engine, if the pipeline has one.
-        gpus: Number of GPUs of a copy of the model; 0 for any number.
-        memory_mib: Maximum memory that `bench` measured; None without a bench of this build.
-        shm_mib: Maximum shared memory of the steps.
-        machine: Machine that the build is planned for, if the pipeline names one.
-        plans: Names of the machines with a plan of their own.
-    """
+    """Known facts about a built pipeline."""
 
     name: str
-    engine: EngineRecord | None
-    gpus: int
+    engine: EngineRecord | None  # TensorRT engine, if the pipeline has one
+    gpus: int  # Number of GPUs of a copy of the model; 0 for any number
+    # Maximum memory that `bench` measured; None without a bench of this build.
     memory_mib: float | None
-    shm_mib: int
+    shm_mib: int  # Maximum shared memory of the steps
+    # Machine that the build is planned for, if the pipeline names one.
     machine: ServingMachine | None = None
-    plans: Collection[str] = ()
+    plans: Collection[str] = ()  # Names of the machines with a plan of their own
 
 
 def known_encoder(repository: Path, pipeline: str, reports: Path) -> Known:

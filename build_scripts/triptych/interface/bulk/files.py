@@ -27,35 +27,23 @@ ERROR = "error"
 
 
 class AnswerColumn(NamedTuple):
-    """A column that a run adds.
+    """A column that a run adds."""
 
-    Attributes:
-        name: Name in the written file: that of the output unless the rows have such a column.
-        output: Output of the pipeline, or `ERROR`.
-        dtype: numpy type of an element; object for text.
-        dims: Dimensions of one row; ``(1,)`` is written as a plain value, others as lists.
-    """
-
-    name: str
-    output: str
-    dtype: type[np.generic] = np.object_
+    name: str  # Name in the written file: that of the output unless the rows have such a column
+    output: str  # Output of the pipeline, or `ERROR`
+    dtype: type[np.generic] = np.object_  # numpy type of an element; object for text
+    # Dimensions of one row; ``(1,)`` is written as a plain value, others as lists.
     dims: tuple[int, ...] = (1,)
 
 
 class FileRow(NamedTuple):
-    """A row of a file.
+    """A row of a file."""
 
-    Attributes:
-        values: Values by column; of a line that is no JSON object, the line as `line`.
-        fault: Reason why it cannot be sent; empty for none.
-        line: Its JSON object as it stands in the file; empty in other formats.
-        cells: Its cells as they stand in the file; empty in other formats.
-    """
-
+    # Values by column; of a line that is no JSON object, the line as `line`.
     values: Mapping[str, object]
-    fault: str = ""
-    line: str = ""
-    cells: Sequence[str] = ()
+    fault: str = ""  # Reason why it cannot be sent; empty for none
+    line: str = ""  # Its JSON object as it stands in the file; empty in other formats
+    cells: Sequence[str] = ()  # Its cells as they stand in the file; empty in other formats
 
 
 class TypedRows(Protocol):
@@ -67,22 +55,16 @@ class TypedRows(Protocol):
 
 @dataclass(frozen=True)
 class RowChunk:
-    """Consecutive rows of a file.
+    """Consecutive rows of a file."""
 
-    Attributes:
-        first: Index of the first row in the file.
-        count: Number of rows.
-        columns: Values of each row by input of the pipeline, as they stand in the file.
-        original: The rows, with all columns of the file.
-        faults: Reason why a row of the chunk cannot be sent.
-        parameters: Request parameters of each row; empty if the format has none.
-    """
-
-    first: int
-    count: int
+    first: int  # Index of the first row in the file
+    count: int  # Number of rows
+    # Values of each row by input of the pipeline, as they stand in the file.
     columns: Mapping[str, Sequence[object]]
-    original: Sequence[FileRow] | TypedRows
+    original: Sequence[FileRow] | TypedRows  # The rows, with all columns of the file
+    # Reason why a row of the chunk cannot be sent.
     faults: Mapping[int, str] = field(default_factory=dict)
+    # Request parameters of each row; empty if the format has none.
     parameters: Sequence[Mapping[str, object]] = ()
 
 
@@ -94,14 +76,10 @@ class Scan(NamedTuple):
 
 
 class Table(Protocol):
-    """A file of rows in one format.
-
-    Attributes:
-        suffix: Extension of files of its format.
-    """
+    """A file of rows in one format."""
 
     path: Path
-    suffix: str
+    suffix: str  # Extension of files of its format
 
     def scan(self) -> Scan:
         """Read through the file.

@@ -77,36 +77,29 @@ _TEXT_COLUMNS = (
 
 @dataclass(frozen=True)
 class BulkOptions:
-    """Options of a bulk run.
-
-    Attributes:
-        columns: Column of the file by input of the pipeline, if its name differs; `text` for the
-            prompts of a pipeline that generates text.
-        constants: Value of an input for every row: a text, or the bytes of an image.
-        pairs: Parameters of every request, ``KEY=VALUE``.
-        timeout_s: Maximum time in seconds for a request, and for the server to be unreachable.
-            None: 30, or 600 for a pipeline that generates text.
-        parameter_columns: Column of the file by request parameter.
-        empty: Treatment of rows with an empty input: they are sent, left without a result, or
-            reported as errors.
-        encoding: Name of the encoding of the file's text.
-        suffix: Extension of the file's format; None for that of the file.
-        json_cells: Whether vectors are written into cells, as JSON.
-    """
+    """Options of a bulk run."""
 
     pipeline: str
     file: Path
     out: Path
     url: str
+    # Column of the file by input of the pipeline, if its name differs; `text` for the prompts of a
+    # pipeline that generates text.
     columns: Mapping[str, str] = field(default_factory=dict)
+    # Value of an input for every row: a text, or the bytes of an image.
     constants: Mapping[str, str | bytes] = field(default_factory=dict)
-    pairs: Sequence[str] = ()
+    pairs: Sequence[str] = ()  # Parameters of every request, ``KEY=VALUE``
+    # Maximum time in seconds for a request, and for the server to be unreachable. None: 30, or 600
+    # for a pipeline that generates text.
     timeout_s: float | None = None
+    # Column of the file by request parameter.
     parameter_columns: Mapping[str, str] = field(default_factory=dict)
+    # Treatment of rows with an empty input: they are sent, left without a result, or reported as
+    # errors.
     empty: EmptyCells = "send"
-    encoding: str = UTF_8
-    suffix: str | None = None
-    json_cells: bool = False
+    encoding: str = UTF_8  # Name of the encoding of the file's text
+    suffix: str | None = None  # Extension of the file's format; None for that of the file
+    json_cells: bool = False  # Whether vectors are written into cells, as JSON
 
     def identity(self) -> dict[str, object]:
         """Return the options that a resumed run must share with the interrupted one."""
@@ -264,22 +257,17 @@ async def _retry_unreachable(send: Callable[[], Awaitable[Result]], timeout_s: f
 
 @dataclass(frozen=True)
 class TensorSender:
-    """Sends chunks of rows.
-
-    Attributes:
-        lock: Lock of all senders of the run.
-        folder: Folder that paths of images are relative to.
-        constants: Inputs that are the same for every row.
-        parameters: Parameters of every request; a row's own have precedence.
-        timeout_s: Maximum time in seconds for a request, and for the server to be unreachable.
-    """
+    """Sends chunks of rows."""
 
     client: AsyncClient
     config: PipelineConfig
-    lock: BatchLock
-    folder: Path
+    lock: BatchLock  # Lock of all senders of the run
+    folder: Path  # Folder that paths of images are relative to
+    # Inputs that are the same for every row.
     constants: Mapping[str, str | bytes] = field(default_factory=dict)
+    # Parameters of every request; a row's own have precedence.
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
+    # Maximum time in seconds for a request, and for the server to be unreachable.
     timeout_s: float = TIMEOUT_S
 
     async def send(self, chunk: RowChunk) -> Answers:
@@ -516,18 +504,13 @@ class TextJob:
 
 @dataclass(frozen=True)
 class TextSender:
-    """Sends chunks of rows.
-
-    Attributes:
-        slots: Semaphore for requests in flight, of all chunks.
-        parameters: Parameters of every request; a row's own have precedence.
-        timeout_s: Maximum time in seconds for a request with its wait for a slot, and for the
-            server to be unreachable.
-    """
+    """Sends chunks of rows."""
 
     client: AsyncClient
-    slots: asyncio.Semaphore
-    parameters: Mapping[str, object]
+    slots: asyncio.Semaphore  # Semaphore for requests in flight, of all chunks
+    parameters: Mapping[str, object]  # Parameters of every request; a row's own have precedence
+    # Maximum time in seconds for a request with its wait for a slot, and for the server to be
+    # unreachable.
     timeout_s: float
 
     async def send(self, chunk: RowChunk) -> Answers:

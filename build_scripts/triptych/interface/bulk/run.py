@@ -69,17 +69,11 @@ _PART = re.compile(r"(\d{12})-(\d+)-(\d+)\.part")
 
 
 class Done(NamedTuple):
-    """Content of the finished parts.
+    """Content of the finished parts."""
 
-    Attributes:
-        rows: Number of rows, from the first of the file.
-        failed: Number of rows without a result.
-        paths: Paths of the parts, in order.
-    """
-
-    rows: int
-    failed: int
-    paths: list[Path]
+    rows: int  # Number of rows, from the first of the file
+    failed: int  # Number of rows without a result
+    paths: list[Path]  # Paths of the parts, in order
 
 
 class Parts:
@@ -178,21 +172,13 @@ _PART_S = 15.0
 
 @dataclass(frozen=True)
 class BulkProgress:
-    """Progress of a bulk run.
+    """Progress of a bulk run."""
 
-    Attributes:
-        rows: Number of rows in the file.
-        done: Number of rows completed or failed, by earlier runs too.
-        earlier: Number of rows completed by earlier runs.
-        failed: Number of rows that failed.
-        seconds: Time since this run began to send.
-    """
-
-    rows: int
-    done: int
-    earlier: int
-    failed: int
-    seconds: float
+    rows: int  # Number of rows in the file
+    done: int  # Number of rows completed or failed, by earlier runs too
+    earlier: int  # Number of rows completed by earlier runs
+    failed: int  # Number of rows that failed
+    seconds: float  # Time since this run began to send
 
     @property
     def rows_per_s(self) -> float:

@@ -527,12 +527,18 @@ def describe_page(spec: AnySpec, folders: Folders, grpc_url: str, timeout_s: flo
     from triptych.models.fields import name_of_source
     from triptych.repository.manifest import find_settings
     from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
+    from triptych.spec.kind import GENERATION
+    from triptych.spec.model_fields import ModelSpec
+    from triptych.spec.spec import PipelineSpec
     from triptych.spec.traffic import TRAFFIC_FILE, read_lines
+    from triptych.tasks.task import Task
 
-    if isinstance(spec, GenerationSpec | Text2TextSpec):
-        task, settings = None, {"parameters": spec.parameters}
-    else:
-        task, settings = task_of(spec), find_settings(folders.repository, spec.name)
+    task: Task | None = None
+    match spec:
+        case PipelineSpec() | ModelSpec():
+            task, settings = task_of(spec), find_settings(folders.repository, spec.name)
+        case GenerationSpec() | Text2TextSpec():
+            settings = {"parameters": spec.parameters}
     folder = folders.pipelines / spec.name
     traffic = folder / TRAFFIC_FILE
     rows = (row for _, _, row in read_lines(traffic) if row) if traffic.is_file() else ()
@@ -542,7 +548,7 @@ def describe_page(spec: AnySpec, folders: Folders, grpc_url: str, timeout_s: flo
         url=grpc_url,
         timeout_s=timeout_s,
         task=task,
-        is_chat=isinstance(spec, GenerationSpec),
+        is_chat=spec.task == GENERATION,
         rules=settings.get("request_parameters", {}),
         defaults=settings.get("parameters", {}),
         folder=folder,

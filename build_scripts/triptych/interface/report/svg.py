@@ -16,23 +16,15 @@ WIDTH = 440
 
 @dataclass(frozen=True)
 class Scale:
-    """Mapping of values to positions on an axis.
+    """Mapping of values to positions on an axis."""
 
-    Attributes:
-        low: Value at position `start`.
-        high: Value at position `end`, greater than `low`.
-        log: Whether the axis is logarithmic; `low` must then be greater than 0.
-        fine: Whether a logarithmic axis has ticks at 2 and 5 as well, if they are few.
-        whole: Whether a linear axis has ticks at whole numbers only.
-    """
-
-    low: float
-    high: float
+    low: float  # Value at position `start`
+    high: float  # Value at position `end`, greater than `low`
     start: float
     end: float
-    log: bool = False
-    fine: bool = False
-    whole: bool = False
+    log: bool = False  # Whether the axis is logarithmic; `low` must then be greater than 0
+    fine: bool = False  # Whether a logarithmic axis has ticks at 2 and 5 as well, if they are few
+    whole: bool = False  # Whether a linear axis has ticks at whole numbers only
 
     def __call__(self, value: float) -> float:
         """Return the position of `value`, clamped to the axis."""

@@ -29,21 +29,14 @@ Labeled = tuple[str, LoadPoint]
 
 @dataclass(frozen=True)
 class Axes:
-    """Measures by which the points of a tuning are compared.
+    """Measures by which the points of a tuning are compared."""
 
-    Attributes:
-        rate: Name of the throughput of a measurement, such as ``tokens_per_s``.
-        tail: Name of the tail latency in `latencies_us`.
-        titles: Titles of both axes.
-        front: Description of the Pareto front, one sentence.
-        columns: Headings of the table of points, with functions that return their cells.
-    """
-
-    rate: str
-    tail: str
-    titles: tuple[str, str]
+    rate: str  # Name of the throughput of a measurement, such as ``tokens_per_s``
+    tail: str  # Name of the tail latency in `latencies_us`
+    titles: tuple[str, str]  # Titles of both axes
     title: str
-    front: str
+    front: str  # Description of the Pareto front, one sentence
+    # Headings of the table of points, with functions that return their cells.
     columns: Mapping[str, Callable[[LoadPoint], str]]
 
     def read_rate(self, point: LoadPoint) -> float:

@@ -49,19 +49,13 @@ class RowLengths:
 
 @dataclass(frozen=True)
 class LengthChange:
-    """Lengths of the rows of the build's traffic and of the sample.
-
-    Attributes:
-        computed: Tokens that the core computes for a row, with padding, relative to the build.
-        distance: Largest difference of the two distributions (Kolmogorov-Smirnov), 0 to 1.
-        critical: Distance that two samples of one distribution exceed with a probability of
-            `SIGNIFICANCE`.
-    """
+    """Lengths of the rows of the build's traffic and of the sample."""
 
     before: RowLengths
     now: RowLengths
-    computed: float
-    distance: float
+    computed: float  # Tokens that the core computes for a row, with padding, relative to the build
+    distance: float  # Largest difference of the two distributions (Kolmogorov-Smirnov), 0 to 1
+    # Distance that two samples of one distribution exceed with a probability of `SIGNIFICANCE`.
     critical: float
 
     @property
@@ -118,19 +112,12 @@ def _share_up_to(lengths: Lengths, places: NDArray[np.int64]) -> NDArray[np.floa
 
 @dataclass(frozen=True)
 class CategoryDistribution:
-    """Distribution of a category in the gate's requests and in the sample.
+    """Distribution of a category in the gate's requests and in the sample."""
 
-    Attributes:
-        kind: Name of the category: ``labels`` or ``scripts``.
-        before: Number of rows of the gate's requests, by category.
-        now: Number of sampled rows, by category.
-        p_value: Probability of a difference this large between two samples of one distribution.
-    """
-
-    kind: str
-    before: Mapping[str, int]
-    now: Mapping[str, int]
-    p_value: float
+    kind: str  # Name of the category: ``labels`` or ``scripts``
+    before: Mapping[str, int]  # Number of rows of the gate's requests, by category
+    now: Mapping[str, int]  # Number of sampled rows, by category
+    p_value: float  # Probability of a difference this large between two samples of one distribution
 
     @property
     def drifted(self) -> bool:

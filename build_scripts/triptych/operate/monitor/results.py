@@ -21,21 +21,14 @@ from triptych.repository.records import plain_data
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Rows of similar length or with the same label.
+    """Rows of similar length or with the same label."""
 
-    Attributes:
-        kind: ``tokens`` or ``label``.
-        loss: Mean loss of the first test, from 0 (correct) to 1.
-        low: Lower bound of the loss's 95 % confidence interval.
-        high: Upper bound of that interval.
-    """
-
-    kind: str
+    kind: str  # ``tokens`` or ``label``
     name: str
     rows: int
-    loss: float
-    low: float
-    high: float
+    loss: float  # Mean loss of the first test, from 0 (correct) to 1
+    low: float  # Lower bound of the loss's 95 % confidence interval
+    high: float  # Upper bound of that interval
 
 
 @dataclass(frozen=True)
@@ -53,40 +46,27 @@ class LargeErrorRow:
 
 @dataclass(frozen=True)
 class MonitorRun:
-    """Results of one monitoring run.
-
-    Attributes:
-        at: Unix time of the run, in seconds.
-        build: Id of the active build.
-        rows: Number of rows compared with the reference.
-        redacted: Number of rows that `redact` changed. Only lengths and distributions use them.
-        others: Number of excluded rows, which other builds answered.
-        refused: Number of answered rows that the pipeline now refuses.
-        damaged: Number of lines that could not be read.
-        alarms: Texts about wrong answers; empty if all answers are correct.
-        drifts: Texts about drifted lengths and distributions.
-        notes: Further texts for the user.
-        evidence: Evidence since the build, by test.
-    """
+    """Results of one monitoring run."""
 
     pipeline: str
-    at: float
-    build: str
+    at: float  # Unix time of the run, in seconds
+    build: str  # Id of the active build
     precision: str
-    rows: int
-    redacted: int
-    others: int
-    refused: int
-    damaged: int
+    rows: int  # Number of rows compared with the reference
+    redacted: int  # Number of rows that `redact` changed. Only lengths and distributions use them.
+    others: int  # Number of excluded rows, which other builds answered
+    refused: int  # Number of answered rows that the pipeline now refuses
+    damaged: int  # Number of lines that could not be read
     metrics: tuple[MetricValue, ...]
     tests: tuple[MeanTest, ...]
     groups: tuple[RowGroup, ...]
     worst: tuple[LargeErrorRow, ...]
     lengths: LengthChange | None
     distributions: tuple[CategoryDistribution, ...]
-    alarms: tuple[str, ...]
-    drifts: tuple[str, ...]
-    notes: tuple[str, ...]
+    alarms: tuple[str, ...]  # Texts about wrong answers; empty if all answers are correct
+    drifts: tuple[str, ...]  # Texts about drifted lengths and distributions
+    notes: tuple[str, ...]  # Further texts for the user
+    # Evidence since the build, by test.
     evidence: Mapping[str, SequentialEvidence] = field(default_factory=dict, repr=False)
 
     @property
@@ -224,46 +204,32 @@ _OLD_SCHEMA = 1
 @with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True)
 class PastRun:
-    """Summary of one monitoring run.
+    """Summary of one monitoring run."""
 
-    Attributes:
-        at: Unix time of the run, in seconds.
-        means: Mean loss over all rows since the build, by test.
-        evidence: Evidence as a power of ten, by test.
-        metrics: Value, lower and upper bound of each metric of the run's rows.
-    """
-
-    at: float
+    at: float  # Unix time of the run, in seconds
     build: str
     rows: int
     alarms: tuple[str, ...]
     drifts: tuple[str, ...]
-    means: Mapping[str, float | None]
-    evidence: Mapping[str, float]
+    means: Mapping[str, float | None]  # Mean loss over all rows since the build, by test
+    evidence: Mapping[str, float]  # Evidence as a power of ten, by test
+    # Value, lower and upper bound of each metric of the run's rows.
     metrics: Mapping[str, tuple[float | None, float | None, float | None]]
 
 
 @with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True)
 class Timeline:
-    """Monitoring runs of a pipeline.
-
-    Attributes:
-        build: Id of the build that `evidence` is about.
-        evidence: Evidence by test.
-        files: Names of the sample files that were read and still exist.
-        last: Names of the files of the last run that had new files.
-        runs: Past runs, oldest first.
-        worst: Rows with the largest errors, without their texts, of the last run of this build that
-            compared rows.
-    """
+    """Monitoring runs of a pipeline."""
 
     schema: int = SCHEMA
-    build: str = ""
-    evidence: Mapping[str, SequentialEvidence] = field(default_factory=dict)
-    files: tuple[str, ...] = ()
-    last: tuple[str, ...] = ()
-    runs: tuple[PastRun, ...] = ()
+    build: str = ""  # Id of the build that `evidence` is about
+    evidence: Mapping[str, SequentialEvidence] = field(default_factory=dict)  # Evidence by test
+    files: tuple[str, ...] = ()  # Names of the sample files that were read and still exist
+    last: tuple[str, ...] = ()  # Names of the files of the last run that had new files
+    runs: tuple[PastRun, ...] = ()  # Past runs, oldest first
+    # Rows with the largest errors, without their texts, of the last run of this build that compared
+    # rows.
     worst: tuple[LargeErrorRow, ...] = ()
 
     def evidence_about(self, build: str) -> Mapping[str, SequentialEvidence]:

@@ -27,25 +27,16 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class SampledRow:
-    """A row that a server answered.
+    """A row that a server answered."""
 
-    Attributes:
-        location: ``FILE:LINE``, which reveals nothing about the text.
-        build: Id of the build that answered.
-        at: Arrival as Unix time, in seconds.
-        inputs: Inputs as sent, or as the pipeline's `redact` changed them; bytes for a file.
-        parameters: Parameters of the request.
-        answer: Outputs by name, each of shape ``[1, ...]``.
-        redacted: Whether `redact` changed the inputs. The answer then belongs to other inputs.
-    """
-
-    location: str
-    build: str
-    at: float
+    location: str  # ``FILE:LINE``, which reveals nothing about the text
+    build: str  # Id of the build that answered
+    at: float  # Arrival as Unix time, in seconds
+    # Inputs as sent, or as the pipeline's `redact` changed them; bytes for a file.
     inputs: Mapping[str, Any]
-    parameters: Mapping[str, Any]
-    answer: Mapping[str, NDArray[Any]]
-    redacted: bool
+    parameters: Mapping[str, Any]  # Parameters of the request
+    answer: Mapping[str, NDArray[Any]]  # Outputs by name, each of shape ``[1, ...]``
+    redacted: bool  # Whether `redact` changed the inputs. The answer then belongs to other inputs.
 
     @property
     def is_exact(self) -> bool:
@@ -56,19 +47,12 @@ class SampledRow:
 
 @dataclass(frozen=True)
 class TrafficSample:
-    """Sampled rows of a pipeline.
+    """Sampled rows of a pipeline."""
 
-    Attributes:
-        rows: Rows, oldest file first.
-        known: Names of all sample files that exist now.
-        damaged: Number of lines and files that cannot be read.
-        forged: Number of requests whose samples the servers rejected as forged.
-    """
-
-    rows: tuple[SampledRow, ...]
-    known: tuple[str, ...]
-    damaged: int
-    forged: int
+    rows: tuple[SampledRow, ...]  # Rows, oldest file first
+    known: tuple[str, ...]  # Names of all sample files that exist now
+    damaged: int  # Number of lines and files that cannot be read
+    forged: int  # Number of requests whose samples the servers rejected as forged
 
 
 def read_sample(

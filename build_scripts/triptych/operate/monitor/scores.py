@@ -64,49 +64,33 @@ DEFAULT_MAX_DIFFERENCE = 0.05
 
 @dataclass(frozen=True)
 class RowScore:
-    """Error of one row.
+    """Error of one row."""
 
-    Attributes:
-        row_error: Error on the task's own scale.
-        difference: Largest difference of any number, relative like `max_difference`.
-        losses: Loss of each test, from 0 (correct) to 1.
-    """
-
-    row_error: float
-    difference: float
-    losses: Mapping[str, float]
+    row_error: float  # Error on the task's own scale
+    difference: float  # Largest difference of any number, relative like `max_difference`
+    losses: Mapping[str, float]  # Loss of each test, from 0 (correct) to 1
 
 
 @dataclass(frozen=True)
 class LossTests:
-    """Tests of the rows of a pipeline.
+    """Tests of the rows of a pipeline."""
 
-    Attributes:
-        allowed: Maximum mean loss of a correct pipeline, by test.
-        max_difference: Largest difference that `ROWS_BEYOND_GATE` allows; None without that test.
-    """
-
-    allowed: Mapping[str, float]
+    allowed: Mapping[str, float]  # Maximum mean loss of a correct pipeline, by test
+    # Largest difference that `ROWS_BEYOND_GATE` allows; None without that test.
     max_difference: float | None
 
 
 @dataclass(frozen=True)
 class MetricValue:
-    """A metric of the rows of one monitoring run.
-
-    Attributes:
-        low: Lower bound of the 95 % confidence interval; None if the metric is not a mean.
-        high: Upper bound of the interval; None if the metric is not a mean.
-        limit: Limit of the gate; None without a limit.
-        built: Value in the gate of the build.
-    """
+    """A metric of the rows of one monitoring run."""
 
     metric: str
     value: float
+    # Lower bound of the 95 % confidence interval; None if the metric is not a mean.
     low: float | None
-    high: float | None
-    limit: float | None
-    built: float | None
+    high: float | None  # Upper bound of the interval; None if the metric is not a mean
+    limit: float | None  # Limit of the gate; None without a limit
+    built: float | None  # Value in the gate of the build
 
 
 def choose_tests(rules: AnswerRules, expected: Sequence[Outputs], gate: GateResult) -> LossTests:
@@ -229,24 +213,16 @@ MIN_BET, MAX_BET = 0.05, 0.95
 
 @dataclass(frozen=True)
 class SequentialEvidence:
-    """Evidence that the mean loss is above its limit.
+    """Evidence that the mean loss is above its limit."""
 
-    Attributes:
-        allowed: Maximum mean loss of a correct pipeline, above 0 and below 1.
-        needed: Natural logarithm of the wealth that raises an alarm.
-        log_wealth: Natural logarithm of the wealth of each bet size; empty before the first loss.
-        rows: Number of losses.
-        total: Sum of the losses.
-        highest: Highest natural logarithm of the mean wealth so far.
-        alarm_row: Number of the row, from 1, that raised the alarm; None without an alarm.
-    """
-
-    allowed: float
-    needed: float
+    allowed: float  # Maximum mean loss of a correct pipeline, above 0 and below 1
+    needed: float  # Natural logarithm of the wealth that raises an alarm
+    # Natural logarithm of the wealth of each bet size; empty before the first loss.
     log_wealth: tuple[float, ...] = ()
-    rows: int = 0
-    total: float = 0.0
-    highest: float = 0.0
+    rows: int = 0  # Number of losses
+    total: float = 0.0  # Sum of the losses
+    highest: float = 0.0  # Highest natural logarithm of the mean wealth so far
+    # Number of the row, from 1, that raised the alarm; None without an alarm.
     alarm_row: int | None = None
 
     @property
@@ -289,25 +265,15 @@ def choose_bets(allowed: float) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class MeanTest:
-    """Sequential test of one mean loss over all monitoring runs of this build.
+    """Sequential test of one mean loss over all monitoring runs of this build."""
 
-    Attributes:
-        name: A metric, or another test of this module.
-        allowed: Maximum mean loss of a correct pipeline.
-        mean: Mean loss of all rows; None before the first row.
-        rows: Number of rows since the build.
-        evidence: Highest evidence against a mean of at most `allowed`, as a power of ten.
-        needed: Evidence that raises an alarm, as a power of ten.
-        alarm_row: Number of the row, from 1, that raised the alarm; None without an alarm.
-    """
-
-    name: str
-    allowed: float
-    mean: float | None
-    rows: int
-    evidence: float
-    needed: float
-    alarm_row: int | None
+    name: str  # A metric, or another test of this module
+    allowed: float  # Maximum mean loss of a correct pipeline
+    mean: float | None  # Mean loss of all rows; None before the first row
+    rows: int  # Number of rows since the build
+    evidence: float  # Highest evidence against a mean of at most `allowed`, as a power of ten
+    needed: float  # Evidence that raises an alarm, as a power of ten
+    alarm_row: int | None  # Number of the row, from 1, that raised the alarm; None without an alarm
 
     @property
     def alarmed(self) -> bool:

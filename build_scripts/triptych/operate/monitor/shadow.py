@@ -49,21 +49,13 @@ FIRST_ROUNDS = 5
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """Options of a replay.
+    """Options of a replay."""
 
-    Attributes:
-        max_rows: Maximum number of requests; of more, evenly spaced ones are taken.
-        clients: Number of requests in flight while answers are compared.
-        load: Load of the measurements of latency and cost.
-        rounds: Maximum number of measurements per build, in turns; 0 compares only answers.
-        seconds: Duration of each measurement.
-    """
-
-    max_rows: int
-    clients: int
-    load: OfferedLoad
-    rounds: int
-    seconds: float
+    max_rows: int  # Maximum number of requests; of more, evenly spaced ones are taken
+    clients: int  # Number of requests in flight while answers are compared
+    load: OfferedLoad  # Load of the measurements of latency and cost
+    rounds: int  # Maximum number of measurements per build, in turns; 0 compares only answers
+    seconds: float  # Duration of each measurement
 
 
 def compare_candidate(

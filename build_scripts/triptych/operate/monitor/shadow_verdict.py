@@ -33,43 +33,28 @@ State = Literal["within limit", "better", "worse", "over limit", "inconclusive"]
 
 @dataclass(frozen=True)
 class MetricPair:
-    """A metric of the task for both builds; None if it was not measured.
-
-    Attributes:
-        active: Metric of the active build, compared with the expected answers.
-        candidate: Metric of the candidate, compared with the expected answers.
-        between: Metric of the candidate, compared with the active build.
-        limit: Limit for the candidate's precision.
-    """
+    """A metric of the task for both builds; None if it was not measured."""
 
     metric: str
-    active: float | None
-    candidate: float | None
-    between: float
-    limit: float | None
+    active: float | None  # Metric of the active build, compared with the expected answers
+    candidate: float | None  # Metric of the candidate, compared with the expected answers
+    between: float  # Metric of the candidate, compared with the active build
+    limit: float | None  # Limit for the candidate's precision
 
 
 @dataclass(frozen=True)
 class PairTest:
-    """Mean losses of both builds, from 0 to 1, with 95 % confidence intervals.
-
-    Attributes:
-        allowed: Maximum mean loss for the candidate's precision.
-        low: Lower bound of the candidate's mean loss.
-        high: Upper bound of the candidate's mean loss.
-        more_low: Lower bound of the candidate's additional loss, paired by row.
-        more_high: Upper bound of the candidate's additional loss.
-    """
+    """Mean losses of both builds, from 0 to 1, with 95 % confidence intervals."""
 
     name: str
     rows: int
-    allowed: float
+    allowed: float  # Maximum mean loss for the candidate's precision
     active: float
     candidate: float
-    low: float
-    high: float
-    more_low: float
-    more_high: float
+    low: float  # Lower bound of the candidate's mean loss
+    high: float  # Upper bound of the candidate's mean loss
+    more_low: float  # Lower bound of the candidate's additional loss, paired by row
+    more_high: float  # Upper bound of the candidate's additional loss
 
     @property
     def state(self) -> State:
@@ -85,23 +70,17 @@ class PairTest:
 
 @dataclass(frozen=True)
 class Answers:
-    """Compared answers to the replayed requests.
+    """Compared answers to the replayed requests."""
 
-    Attributes:
-        rows: Number of requests compared.
-        left_out: Number of requests that the pipeline refuses. Without the original model, requests
-            that the active build did not answer.
-        unanswered: Number of errors of the active build and of the candidate, among `rows`.
-        reference: Whether the expected answers are the original model's. Otherwise they are the
-            active build's.
-        metrics: Metrics of the task for both builds.
-    """
-
-    rows: int
+    rows: int  # Number of requests compared
+    # Number of requests that the pipeline refuses. Without the original model, requests that the
+    # active build did not answer.
     left_out: int
+    # Number of errors of the active build and of the candidate, among `rows`.
     unanswered: tuple[int, int]
+    # Whether the expected answers are the original model's. Otherwise they are the active build's.
     reference: bool
-    metrics: tuple[MetricPair, ...]
+    metrics: tuple[MetricPair, ...]  # Metrics of the task for both builds
     tests: tuple[PairTest, ...]
 
 
@@ -207,16 +186,12 @@ MAX_ROUNDS = 1000
 
 @dataclass(frozen=True)
 class Speed:
-    """A latency or cost of both builds, measured in turns in every round; lower is better.
-
-    Attributes:
-        ratio: Candidate over active build.
-    """
+    """A latency or cost of both builds, measured in turns in every round; lower is better."""
 
     name: str
     active: tuple[float, ...]
     candidate: tuple[float, ...]
-    ratio: Ratio
+    ratio: Ratio  # Candidate over active build
 
     @property
     def medians(self) -> tuple[float, float]:
@@ -237,34 +212,22 @@ class Speed:
 
 @dataclass(frozen=True)
 class ReplayComparison:
-    """Result of a replay on two builds.
-
-    Attributes:
-        builds: Ids of the active build and the candidate.
-        precisions: Precisions of the active build and the candidate.
-        source: Source of the requests: ``sample`` or ``traffic``.
-        load: Load of the measurements; empty without measurements.
-        rounds: Number of measurements per build.
-        seconds: Duration of all measurements.
-        reasons: Reasons for the verdict.
-        errors: Errors under load of the active build and the candidate. With errors, `speeds` is
-            empty.
-        notes: Further texts for the user.
-    """
+    """Result of a replay on two builds."""
 
     pipeline: str
-    builds: tuple[str, str]
-    precisions: tuple[str, str]
-    source: str
-    load: str
-    rounds: int
-    seconds: float
+    builds: tuple[str, str]  # Ids of the active build and the candidate
+    precisions: tuple[str, str]  # Precisions of the active build and the candidate
+    source: str  # Source of the requests: ``sample`` or ``traffic``
+    load: str  # Load of the measurements; empty without measurements
+    rounds: int  # Number of measurements per build
+    seconds: float  # Duration of all measurements
     verdict: Decision
-    reasons: tuple[str, ...]
+    reasons: tuple[str, ...]  # Reasons for the verdict
     answers: Answers
     speeds: tuple[Speed, ...]
+    # Errors under load of the active build and the candidate. With errors, `speeds` is empty.
     errors: tuple[tuple[str, ...], tuple[str, ...]]
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # Further texts for the user
 
     @property
     def passed(self) -> bool:

@@ -24,25 +24,15 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class TrafficChange:
-    """Change of a traffic file.
+    """Change of a traffic file."""
 
-    Attributes:
-        file: Path of the file.
-        before: Number of rows before the change.
-        kept: Number of retained rows.
-        added: Number of added rows.
-        doubles: Number of sampled rows that repeat a row of the file or of the sample.
-        gate: Number of rows for the gate, after and before the change.
-        calibration: Number of rows for calibration, after and before the change.
-    """
-
-    file: str
-    before: int
-    kept: int
-    added: int
-    doubles: int
-    gate: tuple[int, int]
-    calibration: tuple[int, int]
+    file: str  # Path of the file
+    before: int  # Number of rows before the change
+    kept: int  # Number of retained rows
+    added: int  # Number of added rows
+    doubles: int  # Number of sampled rows that repeat a row of the file or of the sample
+    gate: tuple[int, int]  # Number of rows for the gate, after and before the change
+    calibration: tuple[int, int]  # Number of rows for calibration, after and before the change
 
     def as_dict(self) -> dict[str, Any]:
         """Return the data for ``--json``."""

@@ -66,41 +66,30 @@ class Setting:
 
 @dataclass(frozen=True)
 class BuiltSetting(Generic[Planned]):
-    """A build of a setting.
+    """A build of a setting."""
 
-    Attributes:
-        plan: Plan that the tunable fields read.
-        requests: Requests of the traffic for perf_analyzer.
-        changed: Models that differ from those in the repository before.
-        describe: Returns a description of the measured pipeline and machine; its arguments are
-            the repository and the overrides of the spec.
-    """
-
-    plan: Planned
-    requests: Sequence[Request]
-    changed: Sequence[str]
+    plan: Planned  # Plan that the tunable fields read
+    requests: Sequence[Request]  # Requests of the traffic for perf_analyzer
+    changed: Sequence[str]  # Models that differ from those in the repository before
+    # Returns a description of the measured pipeline and machine; its arguments are the repository
+    # and the overrides of the spec.
     describe: Callable[[Path, Mapping[str, JsonValue]], Subject]
 
 
 @dataclass(frozen=True)
 class TunedPipeline(ABC, Generic[Planned]):
-    """A pipeline that is tuned.
-
-    Attributes:
-        clients: Maximum number of clients.
-        base: ``KEY=VALUE`` overrides of the spec; those of a setting take precedence.
-        tunable: Keys that ``tuned.yaml`` may contain.
-        reloads: Whether a server can load a new build while it serves the previous one.
-        searches_rates: Whether the highest rate that meets the SLO is searched at the end.
-    """
+    """A pipeline that is tuned."""
 
     folder: Path
     slo: AnySlo
-    clients: int
+    clients: int  # Maximum number of clients
+    # ``KEY=VALUE`` overrides of the spec; those of a setting take precedence.
     base: tuple[str, ...] = ()
 
-    tunable: ClassVar[Sequence[str]]
+    tunable: ClassVar[Sequence[str]]  # Keys that ``tuned.yaml`` may contain
+    # Whether a server can load a new build while it serves the previous one.
     reloads: ClassVar[bool]
+    # Whether the highest rate that meets the SLO is searched at the end.
     searches_rates: ClassVar[bool]
 
     @property

@@ -43,17 +43,12 @@ class ScoredRound:
 
 @dataclass(frozen=True)
 class Objective(ABC):
-    """Objective of pipelines of one kind.
+    """Objective of pipelines of one kind."""
 
-    Attributes:
-        slo: SLO; an empty one maximizes throughput.
-        clients: Number of clients; with a latency SLO, the maximum.
-        keeps_clients: Whether later rounds use the number of clients that the first round chose.
-    """
+    slo: Any  # SLO; an empty one maximizes throughput
+    clients: int  # Number of clients; with a latency SLO, the maximum
 
-    slo: Any
-    clients: int
-
+    # Whether later rounds use the number of clients that the first round chose.
     keeps_clients: ClassVar[bool]
 
     @property

@@ -100,21 +100,14 @@ class TrialServer(Generic[Planned]):
 
 @dataclass
 class TrialServers(Generic[Planned]):
-    """Both servers; see `trial_servers`. Rounds alternate their order.
+    """Both servers; see `trial_servers`. Rounds alternate their order."""
 
-    Attributes:
-        best: Server with the best setting.
-        trial: Server with the setting on trial.
-        seconds: Duration of a measurement.
-        baseline: Setting of `begin`.
-    """
-
-    best: TrialServer[Planned]
-    trial: TrialServer[Planned]
+    best: TrialServer[Planned]  # Server with the best setting
+    trial: TrialServer[Planned]  # Server with the setting on trial
     objective: Objective
-    seconds: float
+    seconds: float  # Duration of a measurement
     progress: Progress
-    baseline: Setting = field(default_factory=Setting)
+    baseline: Setting = field(default_factory=Setting)  # Setting of `begin`
     # Clients of the first measurement; see `Objective.score`.
     _start: int | None = None
     _rounds_of: dict[tuple[str, ...], list[ScoredRound]] = field(default_factory=dict)

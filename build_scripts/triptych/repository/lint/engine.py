@@ -54,38 +54,24 @@ _CHECKED_OUTPUT = ("Cast", "DequantizeLinear", "QuantizeLinear")
 
 @dataclass(frozen=True)
 class Support:
-    """Support matrix of the parser of one major version.
+    """Support matrix of the parser of one major version."""
 
-    Attributes:
-        tensorrt: Recorded release.
-        opset: Newest opset it is documented for.
-        types: Element types that this TensorRT has.
-        narrowed: Smaller type that it converts an element type to.
-        operators: Element types that each operator is documented for.
-    """
-
-    tensorrt: str
-    opset: int
-    types: frozenset[str]
-    narrowed: Mapping[str, str]
-    operators: Mapping[str, frozenset[str]]
+    tensorrt: str  # Recorded release
+    opset: int  # Newest opset it is documented for
+    types: frozenset[str]  # Element types that this TensorRT has
+    narrowed: Mapping[str, str]  # Smaller type that it converts an element type to
+    operators: Mapping[str, frozenset[str]]  # Element types that each operator is documented for
     source: str
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Part of a graph that a parser does not support.
+    """Part of a graph that a parser does not support."""
 
-    Attributes:
-        node: Name of the node, input or output; ``opset`` for the graph itself.
-        operator: Operator of the node; empty otherwise.
-        certain: Whether the parser rejects it; otherwise it is only undocumented.
-    """
-
-    node: str
-    operator: str
+    node: str  # Name of the node, input or output; ``opset`` for the graph itself
+    operator: str  # Operator of the node; empty otherwise
     reason: str
-    certain: bool
+    certain: bool  # Whether the parser rejects it; otherwise it is only undocumented
 
 
 @cache
@@ -232,16 +218,11 @@ Shapes = Mapping[str, Dims]
 
 @dataclass(frozen=True)
 class SentRows:
-    """Rows that the step `source` sends to the core.
-
-    Attributes:
-        padded: Lengths that it pads rows to; empty if it does not pad.
-        longest: Maximum number of tokens of a row; None if unknown.
-    """
+    """Rows that the step `source` sends to the core."""
 
     source: str
-    padded: tuple[int, ...]
-    longest: int | None
+    padded: tuple[int, ...]  # Lengths that it pads rows to; empty if it does not pad
+    longest: int | None  # Maximum number of tokens of a row; None if unknown
 
 
 class EngineCore:

@@ -21,18 +21,12 @@ from triptych.repository.lint.snapshot import (
 
 @dataclass(frozen=True)
 class Step:
-    """A step of an ensemble.
+    """A step of an ensemble."""
 
-    Attributes:
-        index: Position in the config, from 0.
-        model: Model that it runs; None if missing or if its config is unreadable.
-        inputs: The ensemble's tensor for each input of the model, like `outputs`.
-    """
-
-    index: int
+    index: int  # Position in the config, from 0
     model_name: str
-    model: Model | None
-    inputs: dict[str, str]
+    model: Model | None  # Model that it runs; None if missing or if its config is unreadable
+    inputs: dict[str, str]  # The ensemble's tensor for each input of the model, like `outputs`
     outputs: dict[str, str]
 
     @property

@@ -107,19 +107,13 @@ class TypedTensor:
 
 @dataclass(frozen=True)
 class Graph:
-    """Inputs and outputs of an ONNX file.
+    """Inputs and outputs of an ONNX file."""
 
-    Attributes:
-        file: Path relative to the repository.
-        data_files: Files with weights that it refers to, relative to its folder.
-        problem: Reason why it could not be read; empty otherwise.
-    """
-
-    file: str
+    file: str  # Path relative to the repository
     inputs: dict[str, TypedTensor] = field(default_factory=dict)
     outputs: dict[str, TypedTensor] = field(default_factory=dict)
-    data_files: tuple[str, ...] = ()
-    problem: str = ""
+    data_files: tuple[str, ...] = ()  # Files with weights that it refers to, relative to its folder
+    problem: str = ""  # Reason why it could not be read; empty otherwise
 
 
 def onnx_installed() -> bool:
@@ -298,17 +292,12 @@ NO_SETTINGS = "no file"
 
 @dataclass(frozen=True)
 class Backend:
-    """A backend of Triton.
+    """A backend of Triton."""
 
-    Attributes:
-        platforms: Values of `platform` that belong to it; any if empty.
-        model_file: File that it loads from a version folder by default; empty if that varies.
-        batches_itself: Whether it forms batches without the server.
-    """
-
-    platforms: tuple[str, ...] = ()
+    platforms: tuple[str, ...] = ()  # Values of `platform` that belong to it; any if empty
+    # File that it loads from a version folder by default; empty if that varies.
     model_file: str = ""
-    batches_itself: bool = False
+    batches_itself: bool = False  # Whether it forms batches without the server
 
 
 ENSEMBLE = "ensemble"
@@ -436,25 +425,18 @@ class Model:
 
 @dataclass(frozen=True, eq=False)
 class Repository:
-    """A model repository and the release it is meant for.
-
-    Attributes:
-        triton: Release that serves it, or the oldest that may.
-        is_exact: Whether `triton` is the release that serves it.
-        reads_graphs: Whether the models have `graphs`, for which onnx must be installed.
-        upgraded_from: Release that serves it now, if it is to be replaced by `triton`.
-        models: Models by folder name, sorted.
-        variant: Name of the configs that the server uses where a model has them; empty for none.
-        graphs: Graphs of the models, if they were read before.
-    """
+    """A model repository and the release it is meant for."""
 
     root: Path
-    triton: Release
-    is_exact: bool
-    reads_graphs: bool
+    triton: Release  # Release that serves it, or the oldest that may
+    is_exact: bool  # Whether `triton` is the release that serves it
+    reads_graphs: bool  # Whether the models have `graphs`, for which onnx must be installed
+    # Release that serves it now, if it is to be replaced by `triton`.
     upgraded_from: Release | None = None
-    models: dict[str, Model] = field(default_factory=dict)
+    models: dict[str, Model] = field(default_factory=dict)  # Models by folder name, sorted
+    # Name of the configs that the server uses where a model has them; empty for none.
     variant: str = ""
+    # Graphs of the models, if they were read before.
     graphs: Mapping[str, list[Graph]] | None = None
     where = ""
 

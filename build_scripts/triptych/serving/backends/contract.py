@@ -89,19 +89,14 @@ class InputSpec(NamedTuple):
 
 
 class OutputSpec(NamedTuple):
-    """Entry of `output`.
-
-    Attributes:
-        dims: Dimensions in the graph, without the batch dimension.
-        scatter_source: Input that gives a batch output its shape; None for other outputs.
-        answered: Whether responses contain the output. For a `batch_output` with several targets,
-            Triton's responder answers only the first.
-    """
+    """Entry of `output`."""
 
     name: str
     data_type: str
-    dims: tuple[int, ...]
-    scatter_source: str | None
+    dims: tuple[int, ...]  # Dimensions in the graph, without the batch dimension
+    scatter_source: str | None  # Input that gives a batch output its shape; None for other outputs
+    # Whether responses contain the output. For a `batch_output` with several targets, Triton's
+    # responder answers only the first.
     answered: bool
 
 
@@ -115,14 +110,10 @@ class BatchInputSpec(NamedTuple):
 
 
 class Contract(NamedTuple):
-    """Part of a ModelConfig that defines feeds and responses.
-
-    Attributes:
-        backend: ``onnxruntime``, ``tensorrt`` or ``openvino``.
-    """
+    """Part of a ModelConfig that defines feeds and responses."""
 
     model: str
-    backend: str
+    backend: str  # ``onnxruntime``, ``tensorrt`` or ``openvino``
     max_batch_size: int
     inputs: tuple[InputSpec, ...]
     outputs: tuple[OutputSpec, ...]

@@ -221,34 +221,26 @@ class LoadError(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class RequestForm:
-    """Form in which requests are sent.
+    """Form in which requests are sent."""
 
-    Attributes:
-        streaming: Whether a request is a stream of responses, which ends with a finish reason.
-        http_path: HTTP path for POST requests to a server of another kind; each request is then
-            the JSON text of a body.
-        batch_size: Number of requests joined as the rows of one.
-    """
-
+    # Whether a request is a stream of responses, which ends with a finish reason.
     streaming: bool = False
+    # HTTP path for POST requests to a server of another kind; each request is then the JSON text of
+    # a body.
     http_path: str | None = None
-    batch_size: int = 1
+    batch_size: int = 1  # Number of requests joined as the rows of one
 
 
 @dataclass(frozen=True, kw_only=True)
 class Duration:
-    """Duration of a measurement.
+    """Duration of a measurement."""
 
-    Attributes:
-        window_s: Duration of each of three windows in seconds; longer by a little in an open loop.
-        request_count: Number of requests to send instead of windows. perf_analyzer checks for the
-            end once per second, so the throughput can be too low by one second.
-        warmup_requests: Number of uncounted requests before the measurement.
-    """
-
+    # Duration of each of three windows in seconds; longer by a little in an open loop.
     window_s: float = 5.0
+    # Number of requests to send instead of windows. perf_analyzer checks for the end once per
+    # second, so the throughput can be too low by one second.
     request_count: int | None = None
-    warmup_requests: int = 0
+    warmup_requests: int = 0  # Number of uncounted requests before the measurement
 
 
 TENSORS = RequestForm()

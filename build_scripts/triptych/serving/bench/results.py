@@ -28,18 +28,12 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class OfferedLoad:
-    """Load of a measurement.
+    """Load of a measurement."""
 
-    Attributes:
-        kind: ``concurrency`` is a closed loop; ``poisson``, ``constant`` and ``burst`` are open
-            loops.
-        value: Clients of a closed loop, or mean requests per second of an open loop.
-        burst: Requests sent at once, for the kind ``burst``.
-    """
-
+    # ``concurrency`` is a closed loop; ``poisson``, ``constant`` and ``burst`` are open loops.
     kind: Kind
-    value: float
-    burst: int = 1
+    value: float  # Clients of a closed loop, or mean requests per second of an open loop
+    burst: int = 1  # Requests sent at once, for the kind ``burst``
 
     def __str__(self) -> str:
         """Return text such as ``32 clients``, ``100/s poisson`` or ``100/s in bursts of 8``."""
@@ -124,21 +118,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """Bottleneck of the throughput, or the largest part of the latency.
+    """Bottleneck of the throughput, or the largest part of the latency."""
 
-    Attributes:
-        kind: ``queue delay`` (requests wait for a batch held open), ``instances`` (a step's
-            instances are always busy while cores are free), ``compute`` (all cores or the GPU are
-            busy), ``client`` (the load generator), ``none`` (nothing is saturated at this load).
-        step: Step of the bottleneck; empty if it is not a step.
-        explanation: Cause with the metric values.
-        remedy: Recommended change.
-    """
-
+    # ``queue delay`` (requests wait for a batch held open), ``instances`` (a step's instances are
+    # always busy while cores are free), ``compute`` (all cores or the GPU are busy), ``client``
+    # (the load generator), ``none`` (nothing is saturated at this load).
     kind: Literal["queue delay", "instances", "compute", "client", "none"]
-    step: str
-    explanation: str
-    remedy: str
+    step: str  # Step of the bottleneck; empty if it is not a step
+    explanation: str  # Cause with the metric values
+    remedy: str  # Recommended change
 
 
 @dataclass(frozen=True)
@@ -156,21 +144,13 @@ class Times:
 
 @dataclass(frozen=True)
 class Streamed:
-    """Metrics of streamed answers in one round.
+    """Metrics of streamed answers in one round."""
 
-    Attributes:
-        tokens: Number of tokens of the answers.
-        tokens_per_s: Tokens per second of all answers.
-        goodput_per_s: Requests per second that met every limit of the SLO.
-        ttft: Times from a request to its first token.
-        itl: Times between two responses of an answer, after the first.
-    """
-
-    tokens: int
-    tokens_per_s: float
-    goodput_per_s: float
-    ttft: Times
-    itl: Times
+    tokens: int  # Number of tokens of the answers
+    tokens_per_s: float  # Tokens per second of all answers
+    goodput_per_s: float  # Requests per second that met every limit of the SLO
+    ttft: Times  # Times from a request to its first token
+    itl: Times  # Times between two responses of an answer, after the first
 
 
 @dataclass(frozen=True)
