@@ -131,6 +131,16 @@ def set_setting(repository: Path, model: str, name: str, value: object) -> None:
     file.write_text(json.dumps({**settings, name: value}), encoding="utf-8")
 
 
+def selected_names(request: pytest.FixtureRequest) -> set[object]:
+    """The parameter `name` of each selected test in the file of a fixture's test."""
+    return {
+        item.callspec.params.get("name")
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == request.path
+        if hasattr(item, "callspec")
+    }
+
+
 def quiet(_stage: str, _line: str) -> None:
     """A progress callback that prints nothing."""
 

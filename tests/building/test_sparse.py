@@ -10,7 +10,7 @@ import httpx2
 import numpy as np
 import pytest
 
-from conftest import build_into, quiet, traffic_texts
+from conftest import build_into, quiet, selected_names, traffic_texts
 from mistakes import check_refused
 from served_command import gateway
 from served_models import MASKS, MODERN, OFFSET, ROBERTA, UNIGRAM, Served, save
@@ -108,12 +108,7 @@ def models(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path
 ) -> dict[str, Path]:
     """Folder of each model that a selected test needs."""
-    chosen = {
-        item.callspec.params.get("name")
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.path == request.path
-        if hasattr(item, "callspec")
-    }
+    chosen = selected_names(request)
     base = tmp_path_factory.mktemp("models")
     return {
         name: write_model(name, base / name, minilm_folder)

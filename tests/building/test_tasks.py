@@ -21,7 +21,7 @@ from gradio_client import handle_file
 from gradio_client.exceptions import AppError
 from tritonclient.grpc import service_pb2_grpc
 
-from conftest import ROOT, build_into, traffic_texts
+from conftest import ROOT, build_into, selected_names, traffic_texts
 from demo_pages import ask as ask_page
 from demo_pages import open_demo, open_events
 from served_models import MASKS, NO_PADDING, RANKER, SERVED, TAGGER, TOPICS, VECTORS, save
@@ -133,12 +133,7 @@ def models(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path
 ) -> dict[str, Path]:
     """Folder of each model that a selected test needs."""
-    chosen = {
-        item.callspec.params.get("name")
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.path == request.path
-        if hasattr(item, "callspec")
-    }
+    chosen = selected_names(request)
     base = tmp_path_factory.mktemp("models")
     return {
         name: (

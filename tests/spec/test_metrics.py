@@ -22,6 +22,7 @@ from decoded_cases import (
     labels,
     relevance,
     relevances,
+    terms,
     tokens,
     vector,
     vectors,
@@ -467,6 +468,18 @@ def test_similarity_is_ranked_against_the_scores() -> None:
     assert judge_pair("text-embedding", rows, worse, got).candidate == pytest.approx(0.5)
     constant = [vector(1, 0)] * 6
     assert judge_pair("text-embedding", rows, constant, got).candidate == 0
+
+
+def test_dot_products_of_sparse_rows_are_ranked_against_the_scores() -> None:
+    rows = [LabeledRow(n, ({"text": "a"}, {"text": "b"}), {}, s) for n, s in enumerate((1, 5, 3))]
+    # Cosines would rank the last pair first.
+    got = [terms({1: 1.0}), terms({2: 9.0}), terms({3: 2.0, 4: 2.0}), terms({3: 4.0}),
+           terms({7: 1.0, 0: 0.5}), terms({7: 1.0, 0: 0.5})]  # fmt: skip
+    result = judge_pair("sparse-embedding", rows, got, got)
+    assert result.metric == "similarity_correlation"
+    assert result.reference == pytest.approx(1)
+    broken = [*got[:3], terms({3: np.nan}), *got[4:]]
+    assert judge_pair("sparse-embedding", rows, broken, got).candidate == pytest.approx(-0.5)
 
 
 def test_what_proves_nothing_is_told() -> None:

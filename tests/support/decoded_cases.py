@@ -77,25 +77,17 @@ EXAMPLES: dict[str, list[Decoded]] = {
     "fill-mask": [tokens(("Paris", 0.8), ("Rome", 0.1)), tokens(("dog", 0.4), ("cat", 0.4))],
     "custom": [{"answer": words("x"), "number": floats(1.0, 2.0)}, {"number": floats(3.0)}],
 }
+_PERFECT_VECTORS = {
+    "min_cosine": 1.0,
+    "mean_cosine": 1.0,
+    "nearest_neighbor_agreement": 1.0,
+    "mean_neighbor_loss": 0.0,
+    "max_neighbor_loss": 0.0,
+    "similarity_rank_correlation": 1.0,
+}
 PERFECT = {
-    "text-embedding": {
-        "min_cosine": 1.0,
-        "mean_cosine": 1.0,
-        "nearest_neighbor_agreement": 1.0,
-        "mean_neighbor_loss": 0.0,
-        "max_neighbor_loss": 0.0,
-        "similarity_rank_correlation": 1.0,
-    },
-    "sparse-embedding": {
-        "min_cosine": 1.0,
-        "mean_cosine": 1.0,
-        "nearest_neighbor_agreement": 1.0,
-        "mean_neighbor_loss": 0.0,
-        "max_neighbor_loss": 0.0,
-        "similarity_rank_correlation": 1.0,
-        "term_overlap": 1.0,
-        "product_error": 0.0,
-    },
+    "text-embedding": _PERFECT_VECTORS,
+    "sparse-embedding": {**_PERFECT_VECTORS, "term_overlap": 1.0, "product_error": 0.0},
     "token-classification": {"entity_f1": 1.0},
     "question-answering": {"exact_match": 1.0, "answer_f1": 1.0},
     "reranking": {"rank_correlation": 1.0, "top1_agreement": 1.0},

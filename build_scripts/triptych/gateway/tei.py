@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, RootModel, SkipValidation
 
+from triptych.client import PipelineConfig
 from triptych.gateway.cohere import Cohere, RerankRequest, RerankResponse, rank
 from triptych.gateway.errors import TEI, ApiError, as_json, invalid
 from triptych.gateway.http import WHOLE, Body, No, Operation, Shared
@@ -194,11 +195,7 @@ class Tei(Endpoints):
     @Operation("/embed", Vectors, "inputs", _LATE)
     async def embed(self, body: EmbedRequest, name: str | None = None) -> list[list[float]]:
         """Return an embedding of each text."""
-        pipeline = await self._find(name, EMBEDDING)
-        texts = await self._texts(pipeline, body.inputs, "inputs")
-        config = await pipeline.require(EMBEDDING)
-        if body.truncate is False:
-            await pipeline.check_lengths({"text": texts}, body.prompt_name)
+        pipeline, config, texts = await self._checked_texts(name, EMBEDDING, body)
         vectors = await pipeline.client.embed(
             texts,
             dimensions=body.dimensions,
@@ -216,11 +213,7 @@ class Tei(Endpoints):
     @Operation("/embed_sparse", Terms, "inputs", _LATE)
     async def embed_sparse(self, body: SparseRequest, name: str | None = None) -> object:
         """Return the terms of each text with their weights, the highest first."""
-        pipeline = await self._find(name, SPARSE)
-        texts = await self._texts(pipeline, body.inputs, "inputs")
-        await pipeline.require(SPARSE)
-        if body.truncate is False:
-            await pipeline.check_lengths({"text": texts}, body.prompt_name)
+        pipeline, _, texts = await self._checked_texts(name, SPARSE, body)
         found = await pipeline.client.embed_sparse(texts, prompt=body.prompt_name)
         self._items.labels(pipeline.name).inc(len(texts))
         await pipeline.spend_tokens({"text": texts})
@@ -354,6 +347,17 @@ class Tei(Endpoints):
             "auto_truncate": settings["overflow"] == "truncate" if "overflow" in settings else None,
             "version": version("triptych"),
         }
+
+    async def _checked_texts(
+        self, name: str | None, task: str, body: SparseRequest
+    ) -> tuple[Pipeline, PipelineConfig, list[str]]:
+        """Return the pipeline of a task, its interface, and the texts that it is to embed."""
+        pipeline = await self._find(name, task)
+        texts = await self._texts(pipeline, body.inputs, "inputs")
+        config = await pipeline.require(task)
+        if body.truncate is False:
+            await pipeline.check_lengths({"text": texts}, body.prompt_name)
+        return pipeline, config, texts
 
     async def _find(self, name: str | None, task: str | None = None) -> Pipeline:
         if name is None and task is not None:

@@ -50,6 +50,9 @@ WITHOUT_EFFECT = {
 TASKS = ("feature-extraction", "sequence-classification", "text-generation")
 """Values of ``transformer_task`` that read token vectors, or logits of a head."""
 
+OTHER_TASKS: Mapping[str, tuple[str, ...]] = {"SparseEncoder": ("fill-mask",)}
+"""Further values that the models of a class have."""
+
 OUTPUT_NAMES = ("token_embeddings", "scores", "causal_logits")
 """Values of ``module_output_name`` that the modules after the Transformer read."""
 
@@ -129,9 +132,7 @@ def read_prompts(sentence: SentenceConfig, loader: Loader) -> tuple[dict[str, st
     return prompts, default
 
 
-def read_transformer_settings(
-    folder: Path, loader: Loader = "SentenceTransformer"
-) -> TransformerSettings:
+def read_transformer_settings(folder: Path, loader: Loader) -> TransformerSettings:
     """Return the settings of the Transformer module in a folder with ``modules.json``.
 
     Raises:
@@ -141,9 +142,8 @@ def read_transformer_settings(
     given = read_json(folder / name, default={})
     settings = {FORMER_NAMES.get(key, key): value for key, value in given.items()}
     for key, value in _flat(settings):
-        if value in (None, False, {}, []) or key in WITHOUT_EFFECT or _is_plain(key, value):
-            continue
-        if loader == "SparseEncoder" and (key, value) == ("transformer_task", "fill-mask"):
+        is_without_effect = value in (None, False, {}, []) or key in WITHOUT_EFFECT
+        if is_without_effect or _is_plain(key, value, loader):
             continue
         raise UserError(
             f"{key} in {name}",
@@ -177,7 +177,7 @@ def _flat(settings: Mapping[str, object]) -> list[tuple[str, Any]]:
     return flat
 
 
-def _is_plain(key: str, value: object) -> bool:
+def _is_plain(key: str, value: object, loader: Loader) -> bool:
     """Whether a setting is applied, or states what is always done."""
     if key == "modality_config" and isinstance(value, dict):
         text = value.get("text")
@@ -186,6 +186,6 @@ def _is_plain(key: str, value: object) -> bool:
         )
     return (
         key in ("max_seq_length", "do_lower_case")
-        or (key == "transformer_task" and value in TASKS)
+        or (key == "transformer_task" and value in (*TASKS, *OTHER_TASKS.get(loader, ())))
         or (key == "module_output_name" and value in OUTPUT_NAMES)
     )

@@ -1,4 +1,4 @@
-"""From the results of a head to the outputs of the core, as torch modules.
+"""Torch modules that convert the results of a head to the outputs of the core.
 
 B, N, K and R are those of `tasks.heads`.
 """

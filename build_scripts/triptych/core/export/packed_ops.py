@@ -267,13 +267,10 @@ class PackedOperations(TorchFunctionMode):
             # Packing is worth its cost here even if the operation before computed on padded rows.
             packed = self.gather(arguments[0])
             return self.spread(function(packed, *arguments[1:], **options), 1)
-        if function is Tensor.amax and arguments[1:] == (1,):
-            known = self.find(arguments[0])
-            if known is not None and known.axis == 1 and known.padded.dim() == 3:
-                with self.paused():
-                    return self.batch.row_max(known.packed[0])
         rule = RULES.get(function)
         called = TorchCall(function, arguments, options)
+        if (largest := self._row_max(called)) is not None:
+            return largest
         if rule is not None and any(self.find(value) for value in called.operands):
             computed = rule(self, called)
             if isinstance(computed, list):
@@ -290,6 +287,20 @@ class PackedOperations(TorchFunctionMode):
             yield
         finally:
             self._paused = False
+
+    def _row_max(self, called: TorchCall) -> Tensor | None:
+        """Return the largest vector of each row, if a call asks for it; None for other calls."""
+        if (
+            called.function not in MAXIMA
+            or called.argument("dim", 1) != 1
+            or called.argument("keepdim", 2)
+        ):
+            return None
+        known = self.find(called.arguments[0])
+        if known is None or known.axis != 1 or known.padded.dim() != 3:
+            return None
+        with self.paused():
+            return self.batch.row_max(known.packed[0])
 
     def _look_up(self, called: TorchCall) -> Tensor:
         """Look up vectors for ids that are the same in all rows, such as positions ``[1, L]``."""
@@ -543,6 +554,8 @@ DESCRIPTIONS = {
 
 LOOKUPS = {functional.embedding, torch.embedding}
 """Operations that look vectors up in a table by token ids or positions."""
+
+MAXIMA = {Tensor.amax, torch.amax}
 
 PRODUCTS = {functional.linear, Tensor.matmul, torch.matmul, Tensor.__matmul__}
 

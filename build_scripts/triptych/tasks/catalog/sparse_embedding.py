@@ -95,9 +95,8 @@ def compare_sparse(
 
     Badness is one minus the cosine.
     """
-    ids = np.unique(np.concatenate([numbers(row, "token_id") for row in (*got, *wanted)]))
-    others = [_dense(row, ids) for row in wanted]
-    some = [_with_ties(_dense(row, ids), other) for row, other in zip(got, others, strict=True)]
+    some, others = _dense(got, wanted)
+    some = np.stack([_with_ties(*pair) for pair in zip(some, others, strict=True)])
     result = compare_vectors(
         [{"embedding": row} for row in some], [{"embedding": row} for row in others], queries
     )
@@ -107,7 +106,7 @@ def compare_sparse(
         kept = other[row > 0].sum() if finite(row) else 0.0
         overlaps.append(kept / total if total else 1.0)
     with np.errstate(invalid="ignore"):
-        off = np.abs(np.stack(some) @ np.stack(some).T - np.stack(others) @ np.stack(others).T)
+        off = np.abs(some @ some.T - others @ others.T)
     error = (off / np.maximum(np.outer(lengths, lengths), 1e-9)).max()
     values = {
         **result.values,
@@ -117,14 +116,22 @@ def compare_sparse(
     return Comparison(values, result.badness)
 
 
-def _dense(outputs: Outputs, ids: Floats) -> Floats:
-    """Return a weight for each of `ids`, which are in order; NaN if the outputs are missing."""
-    if "weight" not in outputs:
-        return np.full(len(ids), np.nan)
-    row, weights = np.zeros(len(ids)), numbers(outputs, "weight")
-    terms = weights != 0  # a row with fewer terms than others ends with zeros
-    row[np.searchsorted(ids, numbers(outputs, "token_id")[terms])] = weights[terms]
-    return row
+def _dense(*several: Sequence[Outputs]) -> list[Floats]:
+    """Return the weights of all terms that occur, ``[rows, terms]`` for each sequence of rows.
+
+    A row without outputs is NaN.
+    """
+    ids = np.unique(np.concatenate([numbers(row, "token_id") for rows in several for row in rows]))
+
+    def weights_of(outputs: Outputs) -> Floats:
+        if "weight" not in outputs:
+            return np.full(len(ids), np.nan)
+        row, weights = np.zeros(len(ids)), numbers(outputs, "weight")
+        terms = weights != 0  # a row with fewer terms than others ends with zeros
+        row[np.searchsorted(ids, numbers(outputs, "token_id")[terms])] = weights[terms]
+        return row
+
+    return [np.stack([weights_of(row) for row in rows]) for rows in several]
 
 
 def _with_ties(row: Floats, other: Floats) -> Floats:
@@ -141,9 +148,7 @@ def _with_ties(row: Floats, other: Floats) -> Floats:
 
 def _products(outputs: Sequence[Outputs], others: Sequence[Outputs]) -> Floats:
     """Return the dot product of the vectors of each two requests; -inf if it is not finite."""
-    ids = np.unique(np.concatenate([numbers(row, "token_id") for row in (*outputs, *others)]))
-    pairs = zip(outputs, others, strict=True)
-    products = np.array([_dense(row, ids) @ _dense(other, ids) for row, other in pairs])
+    products = np.einsum("pt,pt->p", *_dense(outputs, others))
     return np.where(np.isfinite(products), products, -np.inf)
 
 
