@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from triptych.base.tensors import INPUT_IDS, ROW_LENGTH, ROW_OFFSET, ROW_SPAN, TokenRow
-from triptych.core.export.packed_ops import PackedBatch, PackedOperations
+from triptych.core.export.packed_batch import PackedBatch
+from triptych.core.export.packed_ops import PackedOperations
 from triptych.core.export.places import (
     SIZES,
     TENSORRT_TILE,

@@ -453,7 +453,7 @@ def test_types_of_tokens_are_compared(model: Path, tmp_path: Path) -> None:
     tokenizer["post_processor"]["single"][-1]["SpecialToken"]["type_id"] = 2
     write(model / "tokenizer.json", tokenizer)
     inputs = inputs_of(tmp_path / "q", model, "text-classification")
-    check_refused("tokens of type 0 and of the prompt, there", check_tokens, inputs)
+    check_refused("tokens of type 0, of the prompt, attended, there", check_tokens, inputs)
 
 
 def test_a_truncated_model_passes_a_gate_that_loads_its_reference_once(

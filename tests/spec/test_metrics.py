@@ -23,6 +23,7 @@ from decoded_cases import (
     relevance,
     relevances,
     terms,
+    token_vectors,
     tokens,
     vector,
     vectors,
@@ -268,6 +269,7 @@ def test_a_metric_meets_its_limit_from_the_better_side_alone() -> None:
 FIELDS = {
     "question-answering": ("text", "text_pair"),
     "reranking": ("text", "text_pair"),
+    "late-interaction-reranking": ("text", "text_pair"),
     "image-classification": ("image",),
 }
 CUSTOM = custom_task(
@@ -287,11 +289,15 @@ LINES: dict[str, tuple[dict[str, Any], Any]] = {
         ("Rome", "in Rome"),
     ),
     "reranking": ({"text": "q", "text_pair": "p", "relevant": 1}, True),
+    "late-interaction-reranking": ({"text": "q", "text_pair": "p", "relevant": 1}, True),
     "text-embedding": ({"text": "a", "text_pair": "b", "score": 3}, 3.0),
+    "multi-vector-embedding": ({"text": "a", "text_pair": "b", "score": 3}, 3.0),
     "sparse-embedding": ({"text": "a", "text_pair": "b", "score": 3}, 3.0),
 }
 OTHERS: dict[str, dict[str, Any]] = {
     "reranking": {"relevant": 0},
+    "late-interaction-reranking": {"relevant": 0},
+    "multi-vector-embedding": {"score": 1},
     "text-embedding": {"score": 1},
     "sparse-embedding": {"score": 1},
 }
@@ -468,6 +474,22 @@ def test_similarity_is_ranked_against_the_scores() -> None:
     assert judge_pair("text-embedding", rows, worse, got).candidate == pytest.approx(0.5)
     constant = [vector(1, 0)] * 6
     assert judge_pair("text-embedding", rows, constant, got).candidate == 0
+
+
+def test_scores_of_token_vectors_are_compared_and_ranked_against_labels() -> None:
+    wanted = EXAMPLES["multi-vector-embedding"]
+    other = token_vectors((0, 1), (-0.6, 0.8))
+    found = against("multi-vector-embedding", [other, *wanted[1:]], wanted)
+    # The first text as a query has the scores 0.4 and 0.8 with the others, and then 0.9 and 0.9.
+    assert found.values["score_error"] == pytest.approx(0.5)
+    assert found.values["min_cosine"] == pytest.approx(0.0, abs=1e-6)
+    fewer = against("multi-vector-embedding", [token_vectors((1, 0)), *wanted[1:]], wanted)
+    assert (fewer.values["min_cosine"], fewer.badness[0]) == (-1.0, 2.0)
+    rows = [LabeledRow(n, ({"text": "a"}, {"text": "b"}), {}, s) for n, s in enumerate((3, 1))]
+    pairs = [wanted[0], wanted[0], wanted[1], token_vectors((1, 0))]
+    assert judge_pair("multi-vector-embedding", rows, pairs, pairs).candidate == 1.0
+    broken = [token_vectors((NAN, 0)), *pairs[1:]]
+    assert judge_pair("multi-vector-embedding", rows, broken, pairs).candidate < 0
 
 
 def test_dot_products_of_sparse_rows_are_ranked_against_the_scores() -> None:

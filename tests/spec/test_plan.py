@@ -19,7 +19,8 @@ from triptych.core.requests import core_feed
 from triptych.models.info import ImageInfo
 from triptych.repository.manifest import EncoderManifest, read_manifest
 from triptych.spec.engine_plan import MAX_GRAPHS, EnginePlan, RowCost, row_cost
-from triptych.spec.plan import Plan, batch_mib, bucket_of, choose_edges, make_plan
+from triptych.spec.padded_lengths import bucket_of, choose_edges
+from triptych.spec.plan import Plan, batch_mib, make_plan
 from triptych.spec.spec import load_spec
 from triptych.spec.traffic import Lengths
 from triptych.tasks.catalog import image_classification, reranking, text_embedding

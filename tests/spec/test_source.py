@@ -119,18 +119,14 @@ MISTAKES: list[tuple[dict[str, object], str]] = [
             "modules.json": [TRANSFORMER, DENSE],
             "2_Dense/config.json": {"module_input_name": "token_embeddings"},
         },
-        "a vector for each token (ColBERT)",
-    ),
-    (
-        {"modules.json": [TRANSFORMER, DENSE], "2_Dense/config.json": {"use_residual": True}},
-        "its result is added to its input (use_residual)",
+        "does not read sentence_embedding (task multi-vector-embedding)",
     ),
     ({"modules.json": [{**TRANSFORMER, "path": "0_BERT"}]}, "its files are in the folder 0_BERT"),
     (
         saved_by("SparseEncoder"),
         "a model of sparse vectors over the vocabulary (task sparse-embedding)",
     ),
-    (saved_by("MultiVectorEncoder"), "a model with a vector for each token (ColBERT)"),
+    (saved_by("MultiVectorEncoder"), "a vector for each token (task multi-vector-embedding)"),
     ({"modules.json": [TRANSFORMER], SENTENCE: {"prompts": {"a": 3}}}, "text for each name"),
     ({"modules.json": [TRANSFORMER], SENTENCE: {"prompts": ["a"]}}, "text for each name"),
     (

@@ -57,6 +57,11 @@ def terms(weights: Mapping[int, float]) -> Decoded:
     return {"token_id": ids, "weight": floats(*weights.values())}
 
 
+def token_vectors(*rows: Sequence[float]) -> Decoded:
+    count = np.array([[len(rows)]], np.int32)
+    return {"embedding": np.array([rows], np.float32), "token_count": count}
+
+
 def vectors(rows: NDArray[Any]) -> list[Decoded]:
     return [vector(*row) for row in rows]
 
@@ -67,6 +72,12 @@ def relevances(scores: Sequence[float]) -> list[Decoded]:
 
 EXAMPLES: dict[str, list[Decoded]] = {
     "text-embedding": [vector(1, 0, 0), vector(0.6, 0.8, 0), vector(0, 0.6, 0.8), vector(0, 0, 1)],
+    "multi-vector-embedding": [
+        token_vectors((1, 0), (0.6, 0.8)),
+        token_vectors((0, 1)),
+        token_vectors((-1, 0), (0.8, -0.6), (0, 1)),
+    ],
+    "late-interaction-reranking": relevances([2.0, -1.0, 0.5]),
     "sparse-embedding": [terms({2: 1.5, 7: 0.5}), terms({7: 2.0, 0: 1.0}), terms({4: 1.0, 2: 0.5})],
     "text-classification": [labels(("a", 0.9)), labels(("b", 0.6), ("a", 0.4)), labels(("a", 0.5))],
     "zero-shot-classification": [labels(("a", 0.5), ("b", 0.5)), labels(("x", 0.7), ("y", 0.3))],
@@ -85,12 +96,21 @@ _PERFECT_VECTORS = {
     "max_neighbor_loss": 0.0,
     "similarity_rank_correlation": 1.0,
 }
+_PERFECT_ORDER = {"rank_correlation": 1.0, "top1_agreement": 1.0}
 PERFECT = {
     "text-embedding": _PERFECT_VECTORS,
+    "multi-vector-embedding": {
+        "min_cosine": 1.0,
+        "mean_cosine": 1.0,
+        "score_error": 0.0,
+        "first_document_agreement": 1.0,
+        "score_rank_correlation": 1.0,
+    },
+    "late-interaction-reranking": _PERFECT_ORDER,
     "sparse-embedding": {**_PERFECT_VECTORS, "term_overlap": 1.0, "product_error": 0.0},
     "token-classification": {"entity_f1": 1.0},
     "question-answering": {"exact_match": 1.0, "answer_f1": 1.0},
-    "reranking": {"rank_correlation": 1.0, "top1_agreement": 1.0},
+    "reranking": _PERFECT_ORDER,
     "fill-mask": {"top_k_overlap": 1.0, "label_agreement": 1.0},
     "custom": {},
     **{

@@ -41,7 +41,7 @@ BART = {
     **{f"{side}_ffn_dim": 64 for side in ("encoder", "decoder")},
     "init_std": 0.1,
 }
-DISTIL = {"dim": 32, "n_layers": 1, "n_heads": 2, "hidden_dim": 64}
+DISTIL: Mapping[str, Any] = {"dim": 32, "n_layers": 1, "n_heads": 2, "hidden_dim": 64}
 T5 = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
 QWEN = {"num_key_value_heads": 1, "head_dim": 16}
 

@@ -22,7 +22,8 @@ from triptych.core.engine.runner import EngineRunner
 from triptych.core.requests import Feed, core_feed
 from triptych.models.loading import load_model
 from triptych.repository.manifest import PLAN_FILE, EncoderManifest, read_manifest
-from triptych.spec.plan import Plan, bucket_of
+from triptych.spec.padded_lengths import bucket_of
+from triptych.spec.plan import Plan
 
 Vectors = NDArray[np.float32]
 Call = Callable[[], Vectors]

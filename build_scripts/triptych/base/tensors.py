@@ -45,6 +45,9 @@ FIRST_SEGMENT = Tensor("first_segment", "INT32", (1,))
 PROMPT_LENGTH = Tensor("prompt_length", "INT32", (1,))
 """Tokens at the beginning of a row that are left out of pooling."""
 
+ATTENDED_LENGTH = Tensor("attended_length", "INT32", (1,))
+"""Tokens at the beginning of a row that its tokens attend to; the others only attend to them."""
+
 ROW_METADATA = Tensor("row_metadata", "BYTES", (1,))
 """Goes past the core from preprocess to postprocess, a row each: see `runtime.row_metadata`."""
 
@@ -86,3 +89,4 @@ class TokenRow(NamedTuple):
     ids: tuple[int, ...]  # its tokens
     first_segment: int  # tokens before the second segment; all of them where there is only one
     prompt: int = 0  # tokens at the beginning that are left out of pooling
+    attended: int = 0  # tokens at the beginning that others attend to; 0 for all

@@ -24,7 +24,15 @@ from triptych.client.retry import Retry
 from triptych.client.server_info import StepStatistics
 from triptych.client.streams import AsyncGeneration, Generation
 from triptych.client.sync import Client
-from triptych.client.tasks import Answer, Choice, Entity, Ranked, SparseVector, TokenChoice
+from triptych.client.tasks import (
+    Answer,
+    Choice,
+    Entity,
+    Ranked,
+    SparseVector,
+    TokenChoice,
+    maxsim,
+)
 from triptych.client.wire import PipelineConfig
 
 __all__ = [
@@ -58,4 +66,5 @@ __all__ = [
     "Tls",
     "TokenChoice",
     "Usage",
+    "maxsim",
 ]

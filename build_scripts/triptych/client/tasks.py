@@ -94,6 +94,8 @@ Vectors = NDArray[Any]
 
 Texts = Sequence["str | bytes"]
 Encoding = Literal["float", "int8", "uint8", "binary", "ubinary"]
+TokenEncoding = Literal[Encoding, "float16"]
+Role = Literal["query", "document"]
 Aggregation = Literal["none", "simple", "first", "max", "average"]
 
 
@@ -168,6 +170,7 @@ def embed(
     normalize_embeddings: bool | None = None,
     encoding: Encoding | None = None,
     prompt: str | None = None,
+    role: Role | None = None,
     timeout_s: float | None = None,
 ) -> TaskCall[Vectors, Vectors]:
     """Return an embedding of each text.
@@ -176,7 +179,7 @@ def embed(
     `normalize_embeddings` is False; if that is True, all vectors are normalized. `encoding` is
     float, int8, uint8, or binary or ubinary (one bit per number, eight per byte). `prompt` names
     the prompt put before each text, or is its text in a pipeline
-    with `prompts: any`.
+    with `prompts: any`; in its place, `role` takes the model's prompt of queries or of documents.
 
     Returns:
         float32 [texts, dimensions] in the order of `texts`, with the right width for no texts; int8
@@ -207,6 +210,7 @@ def embed(
             normalize_embeddings=normalize_embeddings,
             encoding=encoding,
             prompt=prompt,
+            role=role,
         ),
         outputs,
         read,
@@ -217,18 +221,79 @@ def embed(
     )
 
 
+def embed_multi_vector(
+    texts: Texts,
+    *,
+    role: Role | None = None,
+    encoding: TokenEncoding | None = None,
+    timeout_s: float | None = None,
+) -> TaskCall[list[Vectors], Vectors]:
+    """Return a vector of each token of each text, as `MultiVectorEncoder` computes them.
+
+    `role` is query or document, which is the default: prompts, lengths and the tokens that have a
+    vector differ. `encoding` is as in `embed`, or float16. `maxsim` scores the vectors.
+
+    Returns:
+        For each text its vectors, ``[tokens, dimensions]``, float32 unless `encoding` says another
+        type; of bits, ``[tokens, dimensions / 8]``.
+    """
+
+    def read_row(_: int, outputs: RowOutputs) -> Vectors:
+        name = next(name for name in TOKEN_VECTORS if name in outputs)
+        return outputs[name][: outputs["token_count"].item()]
+
+    return TaskCall(
+        {"text": texts},
+        _given(role=role, encoding=encoding),
+        ("token_count",),
+        _by_row(read_row),
+        read_row,
+        timeout_s,
+    )
+
+
+TOKEN_VECTORS = ("embedding", "embedding_float16", "embedding_int8", "embedding_uint8")
+"""Outputs of a pipeline with a vector for each token, of which a response has one."""
+
+
+def maxsim(queries: Sequence[Vectors], documents: Sequence[Vectors]) -> NDArray[np.float32]:
+    """Return the MaxSim score of each query with each document.
+
+    It is the sum over the query's vectors of the largest dot product with a document's vector
+    (ColBERT, https://arxiv.org/abs/2004.12832).
+
+    Args:
+        queries: Vectors of each query, ``[tokens, dimensions]`` of float32 or float16.
+        documents: Vectors of each document.
+
+    Returns:
+        float32 ``[queries, documents]``; 0 for a document without vectors.
+    """
+    scores = np.zeros((len(queries), len(documents)), np.float32)
+    filled = [place for place, vectors in enumerate(documents) if len(vectors)]
+    if not filled:
+        return scores
+    every = np.concatenate([documents[place] for place in filled]).astype(np.float32, copy=False).T
+    starts = np.cumsum([0, *(len(documents[place]) for place in filled[:-1])])
+    for row, query in zip(scores, queries, strict=True):
+        products = query.astype(np.float32, copy=False) @ every
+        row[filled] = np.maximum.reduceat(products, starts, axis=1).sum(axis=0)
+    return scores
+
+
 def embed_sparse(
     texts: Texts,
     *,
     max_active_dims: int | None = None,
     threshold: float | None = None,
     prompt: str | None = None,
+    role: Role | None = None,
     timeout_s: float | None = None,
 ) -> TaskCall[list[SparseVector], SparseVector]:
     """Return the terms of each text with their weights, as `SparseEncoder` computes them.
 
-    A text has at most `max_active_dims` terms, each with a weight above `threshold`. `prompt` is as
-    in `embed`.
+    A text has at most `max_active_dims` terms, each with a weight above `threshold`. `prompt`
+    and `role` are as in `embed`.
 
     Returns:
         For each text its terms, in the order of `texts`.
@@ -240,7 +305,7 @@ def embed_sparse(
 
     return TaskCall(
         {"text": texts},
-        _given(max_active_dims=max_active_dims, threshold=threshold, prompt=prompt),
+        _given(max_active_dims=max_active_dims, threshold=threshold, prompt=prompt, role=role),
         ("token_id", "weight"),
         _by_row(read_row),
         read_row,

@@ -31,7 +31,7 @@ from triptych.core.requests import (
     hash_inputs,
     preview_text,
 )
-from triptych.tasks.prompts import PROMPT
+from triptych.tasks.prompts import PROMPT, ROLE
 
 EDGE_TEXTS = {
     "empty": "",
@@ -250,24 +250,24 @@ def _masked(text: str, mask_token: str) -> str:
     return " ".join(words)
 
 
-PROMPT_ROWS = 32
-"""Maximum number of gate rows that are repeated with each prompt."""
+VARIED_ROWS = 32
+"""Maximum number of gate rows that are repeated with each prompt and each role."""
 
 
-def prompted_requests(
-    reader: RequestReader, requests: Sequence[GateRequest], prompts: Sequence[str]
+def varied_requests(
+    reader: RequestReader, requests: Sequence[GateRequest], parameter: str, values: Sequence[str]
 ) -> list[GateRequest]:
-    """Return the first `PROMPT_ROWS` requests with each of the named prompts that they lack."""
+    """Return the first `VARIED_ROWS` requests with each of a parameter's values that they lack."""
     made = [
         replace(
             request,
-            parameters={**request.parameters, PROMPT: name},
+            parameters={**request.parameters, parameter: value},
             edge=True,
-            preview=f"prompt {name}: {request.preview}",
+            preview=f"{parameter} {value}: {request.preview}",
         )
-        for name in prompts
-        for request in requests[:PROMPT_ROWS]
-        if request.parameters.get(PROMPT) != name
+        for value in values
+        for request in requests[:VARIED_ROWS]
+        if request.parameters.get(parameter) != value
     ]
     return reader.accepted(made)
 
@@ -322,6 +322,7 @@ def gate_rows(
     images: bool,
     mask_token: str = "",
     prompts: Mapping[str, str],
+    roles: Sequence[str] = (),
 ) -> GateRows:
     """Return the rows of a pipeline's gate and calibration.
 
@@ -331,6 +332,7 @@ def gate_rows(
         images: Whether the task reads images.
         mask_token: Token to put in front of edge-case texts, if the task needs one.
         prompts: Text of each prompt by name; rows of the traffic are repeated with each of them.
+        roles: Roles of texts, for which the same holds; the prompts are then those of the roles.
     """
     if images:
         gate, rest = split_traffic([request.sent for request in requests], max_rows=GATE_IMAGES)
@@ -340,7 +342,8 @@ def gate_rows(
         gate, rest = split_traffic([request.inputs for request in requests])
         edges = edge_texts(reader, requests[gate[0]], mask_token=mask_token)
         named = sorted(name for name, text in prompts.items() if text)
-        edges += prompted_requests(reader, [requests[place] for place in gate], named)
+        parameter, values = (ROLE, roles) if roles else (PROMPT, named)
+        edges += varied_requests(reader, [requests[p] for p in gate], parameter, values)
         probe = probe_requests(reader, requests[gate[0]], mask_token=mask_token)
     calibration = (row for place in rest for row in requests[place].rows)
     return GateRows(

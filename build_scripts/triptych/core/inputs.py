@@ -17,6 +17,7 @@ from triptych.core.own_chain import Chain
 from triptych.core.reader import RequestReader
 from triptych.core.requests import GateRequest, Sample
 from triptych.models.info import ModelInfo
+from triptych.models.older import in_current_form
 from triptych.models.source import locate, read_model
 from triptych.models.tokenizer import OTHER_TOKENIZER
 from triptych.repository.config_text import check_config_texts
@@ -45,7 +46,7 @@ from triptych.tasks.catalog.text_classification import PAIR_CLASSIFICATION
 from triptych.tasks.catalog.text_embedding import FLOAT_EMBEDDING
 from triptych.tasks.classes import with_class_scores, with_threshold
 from triptych.tasks.labeled import LabeledRow
-from triptych.tasks.prompts import PROMPT
+from triptych.tasks.prompts import PROMPT, ROLE
 from triptych.tasks.task import Task
 
 INSTRUCTORS = tuple(f"hkunlp/instructor-{size}" for size in ("base", "large", "xl"))
@@ -253,7 +254,7 @@ def read_inputs(spec: PipelineSpec, progress: Progress) -> PipelineInputs:
     check_config_texts(spec.serving.config, shares_core=spec.core.shared_from is not None)
     report_settings(spec, progress)
     lines = read_traffic(spec.folder, [tensor.name for tensor in task.inputs])
-    folder = locate(spec.model, spec.folder)
+    folder = in_current_form(locate(spec.model, spec.folder), task.loader, progress)
     info, tokenizer = read_model_of(spec, task, folder, progress)
     info = _with_prompts(info, spec, task)
     progress("source", f"{info.architecture}, from {spec.model.source}")
@@ -285,7 +286,12 @@ def read_inputs(spec: PipelineSpec, progress: Progress) -> PipelineInputs:
         )
     mask_token = str(task.settings(info).get("mask_token", ""))
     rows = gate_rows(
-        reader, requests[:most], images=images, mask_token=mask_token, prompts=info.prompts
+        reader,
+        requests[:most],
+        images=images,
+        mask_token=mask_token,
+        prompts=info.prompts,
+        roles=tuple(info.roles) if ROLE in task.parameters(info) else (),
     )
     progress("traffic", str(rows))
     if tokenizer is not None and (other := tokenizer.parent / OTHER_TOKENIZER).is_dir():

@@ -221,7 +221,10 @@ class RequestReader:
             if isinstance(made, Exception)
             else replace(
                 request,
-                rows=tuple(TokenRow(tuple(row.ids), row.first_segment, row.prompt) for row in made),
+                rows=tuple(
+                    TokenRow(tuple(row.ids), row.first_segment, row.prompt, row.attended)
+                    for row in made
+                ),
                 metadata=tuple(row.metadata for row in made if row.metadata),
             )
             for request, made in zip(requests, self._texts_maker.token_rows(inputs), strict=True)

@@ -177,6 +177,9 @@ def core_feed(
         "row_length": lengths,
         "first_segment": np.array([[row.first_segment] for row in rows], dtype=np.int32),
         "prompt_length": np.array([[row.prompt] for row in rows], dtype=np.int32),
+        "attended_length": np.array(
+            [[row.attended or len(row.ids)] for row in rows], dtype=np.int32
+        ),
     }
     if ROW_OFFSET in inputs and width is None:
         feed |= _packed(rows, pad_token_id)
@@ -264,8 +267,8 @@ _TOKENS = ("ids", "lengths", "first_segments")
 _PIXELS = "pixels"
 _RECORD = "record_"
 """Prefix of arrays with one row of the user's own model each."""
-_PROMPTS = "prompts"
-"""Array of prompt lengths; none if all are 0."""
+_PROMPTS, _ATTENDED = "prompts", "attended"
+"""Arrays of `TokenRow.prompt` and `TokenRow.attended`; none if all are 0."""
 
 
 def write_samples(path: Path, rows: Sequence[Sample]) -> None:
@@ -286,8 +289,12 @@ def write_samples(path: Path, rows: Sequence[Sample]) -> None:
         arrays["ids"] = np.array([token for row in tokens for token in row.ids], np.int32)
         arrays["lengths"] = np.array([len(row.ids) for row in tokens], np.int32)
         arrays["first_segments"] = np.array([row.first_segment for row in tokens], np.int32)
-        if any(row.prompt for row in tokens):
-            arrays[_PROMPTS] = np.array([row.prompt for row in tokens], np.int32)
+        for name, values in (
+            (_PROMPTS, [row.prompt for row in tokens]),
+            (_ATTENDED, [row.attended for row in tokens]),
+        ):
+            if any(values):
+                arrays[name] = np.array(values, np.int32)
     elif is_record(rows[0]):
         arrays |= {f"{_RECORD}{index:06}": np.asarray(row) for index, row in enumerate(rows)}
     else:
@@ -313,10 +320,10 @@ def read_samples(path: Path) -> list[Sample]:
         if records := [arrays[name] for name in sorted(arrays) if name.startswith(_RECORD)]:
             return list(records)
         ids, lengths, firsts = (arrays[name] for name in _TOKENS)
-        prompts = arrays.get(_PROMPTS, np.zeros_like(firsts))
+        prompts, attended = (arrays.get(n, np.zeros_like(firsts)) for n in (_PROMPTS, _ATTENDED))
         ends = np.cumsum(lengths)
         if len(ids) != (ends[-1] if len(ends) else 0) or not (
-            len(firsts) == len(prompts) == len(lengths)
+            len(firsts) == len(prompts) == len(attended) == len(lengths)
         ):
             raise ValueError("lengths and tokens do not agree")
     except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
@@ -327,6 +334,6 @@ def read_samples(path: Path) -> list[Sample]:
             remedy="Run `triptych build` again",
         ) from error
     return [
-        TokenRow(tuple(ids[end - length : end].tolist()), int(first), int(prompt))
-        for end, length, first, prompt in zip(ends, lengths, firsts, prompts, strict=True)
+        TokenRow(tuple(ids[end - length : end].tolist()), *map(int, others))
+        for end, length, *others in zip(ends, lengths, firsts, prompts, attended, strict=True)
     ]

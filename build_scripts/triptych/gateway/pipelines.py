@@ -50,7 +50,7 @@ Texts = str | Lines | _Ids | Annotated[list[_Ids], _SOME]
 EMBEDDING, RERANKING, CLASSIFICATION = "text-embedding", "reranking", "text-classification"
 SPARSE = "sparse-embedding"
 FITS: Mapping[str, Callable[[Set[str]], bool]] = {
-    EMBEDDING: lambda outputs: "embedding" in outputs,
+    EMBEDDING: lambda outputs: "embedding" in outputs and "token_count" not in outputs,
     RERANKING: lambda outputs: outputs == {"score"},
     SPARSE: lambda outputs: outputs == {"token_id", "weight"},
     CLASSIFICATION: lambda outputs: outputs >= {"label", "score"},

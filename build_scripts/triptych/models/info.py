@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from triptych.base.tensors import Tensor
 
 Activation = Literal["softmax", "sigmoid", "none"]
-Loader = Literal["SentenceTransformer", "CrossEncoder", "SparseEncoder", ""]
+Loader = Literal["SentenceTransformer", "CrossEncoder", "SparseEncoder", "MultiVectorEncoder", ""]
 Resize = Literal["none", "exact", "shorter"]
 
 
@@ -46,6 +46,7 @@ class Dense:
     out_features: int
     bias: bool
     activation: str  # Dotted name of the torch module applied to the result
+    residual: bool = False  # Whether its input, or a product with it, is added to the result
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,17 @@ class Truncate:
     """Removal of all but the first `size` numbers of each vector."""
 
     size: int
+
+
+@dataclass(frozen=True)
+class Role:
+    """Tokens of the texts of a role, such as queries, for a model with a vector for each token."""
+
+    max_length: int  # Maximum number of tokens of a text
+    skipped: tuple[int, ...] = ()  # Ids of the tokens that have no vector
+    width: int = 0  # Number of tokens up to which shorter texts are filled
+    fill: int = 0  # Id of the token that fills them
+    attended: bool = True  # Whether the other tokens attend to those
 
 
 @dataclass(frozen=True)
@@ -124,6 +136,10 @@ class ModelInfo:
     head: tuple[Dense | Normalize | Truncate | LogitScore, ...] = ()
     # Settings of the modules that the head of a task computes itself, by class name.
     modules: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    # How the texts of each role are read, for a model with a vector for each token.
+    roles: Mapping[str, Role] = field(default_factory=dict)
+    # Similarity of two texts that the model was trained for; None if its files name none.
+    similarity: str | None = None
     # Largest number of terms of a sparse vector; None for no limit.
     max_active_dims: int | None = None
     include_prompt: bool = True  # Whether the tokens of a prompt are pooled
@@ -166,8 +182,8 @@ class ModelInfo:
         """Fields that affect the core, as plain data, without prompts and estimates of cost."""
         aside = {"prompts", "default_prompt", "free_prompt", "special_ids", "pair_template"}
         aside |= {"layers", "heads", "intermediate_size", "library_length", "entailment"}
-        aside |= {"padding_side", "max_active_dims"} | ({"own"} if self.own is None else set())
-        aside |= set() if self.modules else {"modules"}
+        aside |= {"padding_side", "max_active_dims", "roles", "similarity"}
+        aside |= {name for name in ("own", "modules") if not getattr(self, name)}
         return {key: value for key, value in asdict(self).items() if key not in aside}
 
     @property

@@ -17,7 +17,8 @@ from triptych.models.text import Module, SentenceConfig, read_json, read_module_
 
 CONFIG = "config_sentence_transformers.json"
 OTHER_CLASSES = {
-    "MultiVectorEncoder": "a model with a vector for each token (ColBERT)",
+    "ColBERT": "a model with a vector for each token, saved by PyLate",
+    "MultiVectorEncoder": "a model with a vector for each token (task multi-vector-embedding)",
     "SparseEncoder": "a model of sparse vectors over the vocabulary (task sparse-embedding)",
 }
 """Classes of sentence-transformers whose models no other class can load, with the meaning."""
@@ -50,6 +51,9 @@ WITHOUT_EFFECT = {
 TASKS = ("feature-extraction", "sequence-classification", "text-generation")
 """Values of ``transformer_task`` that read token vectors, or logits of a head."""
 
+ROLE_SETTINGS = ("query_length", "document_length", "query_expansion")
+"""Settings of a model with a vector for each token; see `roles`."""
+
 OTHER_TASKS: Mapping[str, tuple[str, ...]] = {"SparseEncoder": ("fill-mask",)}
 """Further values that the models of a class have."""
 
@@ -66,6 +70,7 @@ class TransformerSettings(NamedTuple):
     # Maximum number of tokens, which overrides the tokenizer's; None for none.
     max_length: int | None = None
     lowercase: bool = False  # Whether texts are lower-cased
+    of_roles: Mapping[str, Any] = {}  # Values of `ROLE_SETTINGS`
 
 
 class Saved(NamedTuple):
@@ -163,6 +168,7 @@ def read_transformer_settings(folder: Path, loader: Loader) -> TransformerSettin
     return TransformerSettings(
         max_length=longest,
         lowercase=bool(settings.get("do_lower_case")),
+        of_roles={name: settings[name] for name in ROLE_SETTINGS if settings.get(name)},
     )
 
 
@@ -186,6 +192,7 @@ def _is_plain(key: str, value: object, loader: Loader) -> bool:
         )
     return (
         key in ("max_seq_length", "do_lower_case")
+        or (key in ROLE_SETTINGS and loader == "MultiVectorEncoder")
         or (key == "transformer_task" and value in (*TASKS, *OTHER_TASKS.get(loader, ())))
         or (key == "module_output_name" and value in OUTPUT_NAMES)
     )

@@ -23,9 +23,11 @@ from triptych.base.errors import Progress, UserError
 from triptych.base.files import parse_yaml
 from triptych.models.adapter import refuse_adapter
 from triptych.models.fields import ModelSource, TokenizerSource
-from triptych.models.info import Activation, ImageInfo, Loader, LogitScore, ModelInfo
+from triptych.models.info import Activation, ImageInfo, Loader, LogitScore, ModelInfo, Role
+from triptych.models.roles import read_roles
 from triptych.models.settings import read_prompts, read_saved
 from triptych.models.text import (
+    MASK,
     ModelConfig,
     Module,
     check_cross_encoder,
@@ -141,7 +143,8 @@ def _not_found(model: ModelSource, error: Exception) -> UserError:
     )
 
 
-_LIBRARY = "sentence_transformers."
+_LIBRARIES = ("sentence_transformers.", "pylate.models.Dense.Dense")
+"""Beginnings of classes of sentence-transformers; it takes its own class for that of PyLate."""
 
 
 def refuse_own_code(folder: Path) -> None:
@@ -166,7 +169,7 @@ def _own_code(folder: Path) -> Iterator[tuple[Path, str]]:
         for entry in _entries(read_json(path, kind=object)):
             yield path, entry
     for module in read_module_list(folder):
-        if not module["type"].startswith(_LIBRARY):
+        if not module["type"].startswith(_LIBRARIES):
             yield folder / "modules.json", module["type"]
 
 
@@ -341,6 +344,14 @@ def read_model_info(
         max_length, library_length = _lengths(
             folder, config, texts.max_length, saved.transformer.max_length
         )
+    of_modules = read_settings_of(folder, saved.modules, modules)
+    roles: Mapping[str, Role] = {}
+    if MASK in of_modules:
+        tokenizer_of = load_tokenizer(folder, tokenizer)
+        of_roles = saved.transformer.of_roles
+        roles = read_roles(of_roles, of_modules[MASK], tokenizer_of, max_length)
+        max_length = max(role.max_length for role in roles.values())
+        library_length = max_length if of_roles else library_length
 
     def size(name: str) -> int | None:
         own: Mapping[str, object] = config
@@ -357,7 +368,9 @@ def read_model_info(
         lowercase=saved.transformer.lowercase and not texts.lowercase,
         pooling=pooling,
         head=head,
-        modules=read_settings_of(folder, saved.modules, modules),
+        modules=of_modules,
+        roles=roles,
+        similarity=saved.sentence.get("similarity_fn_name"),
         max_active_dims=saved.sentence.get("max_active_dims"),
         include_prompt=include_prompt,
         prompts=prompts,

@@ -53,6 +53,7 @@ class SentenceConfig(TypedDict, total=False):
     default_prompt_name: str | None
     truncate_dim: int | None
     max_active_dims: int | None
+    similarity_fn_name: str | None
 
 
 def read_labels(config: ModelConfig) -> tuple[str, ...]:
@@ -129,7 +130,9 @@ def _config_activation(config: ModelConfig) -> str | None:
     return config.get("sbert_ce_default_activation_function")
 
 
-SENTENCE = "sentence_embedding"
+SENTENCE, TOKENS = "sentence_embedding", "token_embeddings"
+MASK = "MultiVectorMask"
+"""Module that leaves out tokens of a model with a vector for each token."""
 POOLING = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -158,6 +161,7 @@ class _DenseConfig(TypedDict, total=False):
     out_features: int
     bias: bool
     activation_function: str
+    use_residual: bool
 
 
 def read_modules(
@@ -179,14 +183,14 @@ def read_modules(
     pooling: tuple[str, ...] = ("lasttoken",) if not modules and _is_causal(config) else ("mean",)
     include_prompt = True
     head: list[Dense | Normalize | Truncate] = []
-    is_pooled = False
+    of_tokens = MASK in of_task
+    vectors, is_pooled = TOKENS if of_tokens else SENTENCE, of_tokens
     for index, module in enumerate(modules):
         kind, path = _kind(module), folder / module["path"]
         settings = read_json(path / "config.json", default={})
         # Newer files name the tensors a module reads and writes; only vectors are expected here.
         named = ("module_input_name", "module_output_name")
-        on_vectors = all(settings.get(name) in (None, SENTENCE) for name in named)
-        on_vectors = on_vectors and not settings.get("use_residual")
+        on_vectors = all(settings.get(name) in (None, vectors) for name in named)
         is_first = kind == "Transformer" and index == 0 and not module["path"]
         is_pooled |= kind in of_task
         if is_first or kind == "Dropout" or kind in of_task:  # Dropout only acts in training
@@ -201,10 +205,9 @@ def read_modules(
             head += [Normalize()] * is_pooled  # before there is a vector, it does nothing
         else:
             meaning, remedy = _OTHER_MODULES.get(kind, ""), "Choose a model without that module"
-            if settings.get("use_residual"):
-                meaning = "its result is added to its input (use_residual)"
-            elif kind in ("Dense", "Normalize"):
-                meaning = "a vector for each token (ColBERT)"
+            if kind in ("Dense", "Normalize"):
+                other = "multi-vector" if settings.get(named[0]) == TOKENS else "text"
+                meaning = f"it does not read {vectors} (task {other}-embedding)"
             elif kind == "Transformer" and index == 0:
                 meaning = f"its files are in the folder {module['path']}"
                 remedy = "Load the model with sentence-transformers and save it again"
@@ -223,7 +226,8 @@ _OTHER_MODULES = {
     "Asym": "a different model for queries and for passages",
     "CLIPModel": "a model of images and texts (CLIP)",
     "MLMTransformer": "a sparse vector over the vocabulary (task sparse-embedding)",
-    "MultiVectorMask": "a vector for each token (ColBERT)",
+    "HierarchicalTokenPooling": "vectors of several tokens are joined, which a client can do",
+    MASK: "a vector for each token (task multi-vector-embedding)",
     "Router": "a different model for queries and for passages",
     "SparseStaticEmbedding": "a weight for each token, without a transformer",
     "SpladePooling": "a sparse vector over the vocabulary (task sparse-embedding)",
@@ -430,4 +434,5 @@ def _dense(settings: _DenseConfig, folder: str, file: Path) -> Dense:
         out_features=settings["out_features"],
         bias=settings.get("bias", True),
         activation=settings.get("activation_function", "torch.nn.modules.activation.Tanh"),
+        residual=bool(settings.get("use_residual")),
     )

@@ -46,12 +46,14 @@ class Row(NamedTuple):
         first_segment: Number of tokens before the second segment.
         metadata: Packed `RowMetadata`; empty if the task has none.
         prompt: Number of tokens at the beginning that are left out of pooling.
+        attended: Number of tokens at the beginning that others attend to; 0 for all.
     """
 
     ids: Sequence[int]
     first_segment: int
     metadata: bytes = b""
     prompt: int = 0
+    attended: int = 0
 
 
 class CoreRows(NamedTuple):

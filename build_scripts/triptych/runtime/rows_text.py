@@ -44,6 +44,7 @@ class TokenRowMaker(ABC):
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.cut: str = (self.tokenizer.truncation or {}).get("direction", "right")
         self.tokenizer.no_truncation()
+        self._limit = self.max_length
         self.configure()
         self._pairs: Any = None
         if settings["pairs"] and not self.offsets:  # other pipelines do not have the module
@@ -54,9 +55,14 @@ class TokenRowMaker(ABC):
         self._encode(["warm up"])
 
     def configure(self) -> None:
+        self.cut_at(self.max_length)
+
+    def cut_at(self, limit: int) -> None:
+        """Cut longer texts to `limit` tokens, or refuse them."""
+        self._limit = limit
         if self.truncates:
             self.tokenizer.enable_truncation(
-                self.max_length, stride=self.stride, strategy=self.strategy, direction=self.cut
+                limit, stride=self.stride, strategy=self.strategy, direction=self.cut
             )
 
     @abstractmethod
@@ -142,10 +148,10 @@ class TokenRowMaker(ABC):
                     "Leave out this token, or correct the model's tokenizer, which has more tokens",
                     number,
                 )
-            if len(row.ids) > self.max_length:
+            if len(row.ids) > self._limit:
                 raise RequestError(
                     " and ".join(self.fields),
-                    f"must have at most {self.max_length} tokens",
+                    f"must have at most {self._limit} tokens",
                     f"{len(row.ids)} tokens",
                     "Shorten the text, or set tokenizer.truncation to truncate in the pipeline",
                     number,

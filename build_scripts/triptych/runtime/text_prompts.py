@@ -65,8 +65,22 @@ class TextPrompts:
         ]
 
     def _of(self, request: RowInputs) -> str:
-        chosen = request.parameters.get("prompt", "")
+        chosen, role = request.parameters.get("prompt", ""), request.parameters.get("role")
+        if role is not None:
+            return self._of_role(role, chosen)
         return self._prompts.get(chosen, chosen if self._is_free else "")
+
+    def _of_role(self, role: str, chosen: str) -> str:
+        """Return the prompt of a role; it takes the place of the pipeline's own prompt.
+
+        Raises:
+            RequestError: The request names a prompt, too.
+        """
+        if chosen != self._maker.settings.get("parameters", {}).get("prompt", ""):
+            raise RequestError(
+                "prompt", "must be left out beside role", f"{chosen!r:.80}", "Send one of the two"
+            )
+        return self._prompts.get(role, "")
 
     def _length(self, request: RowInputs) -> int:
         """Return the number of tokens left out of pooling, as sentence-transformers counts them.

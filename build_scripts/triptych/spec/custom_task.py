@@ -22,6 +22,7 @@ RESERVED = {
     "row_length",
     "first_segment",
     "prompt_length",
+    "attended_length",
     "row_metadata",
     "request_ticket",
     "request_payload",

@@ -8,7 +8,8 @@ from dataclasses import replace
 from triptych.models.info import ModelInfo, OwnInterface
 from triptych.spec.engine_plan import engine_plan
 from triptych.spec.model_fields import ModelSpec
-from triptych.spec.plan import TENSOR_CORE_MULTIPLE, Plan, WarmUp, choose_edges, placed
+from triptych.spec.padded_lengths import choose_edges
+from triptych.spec.plan import TENSOR_CORE_MULTIPLE, Plan, WarmUp, placed
 from triptych.spec.traffic import Lengths
 from triptych.tasks.task import Task
 

@@ -10,11 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from triptych.base.errors import UserError
 from triptych.base.tensors import (
+    ATTENDED_LENGTH,
     DIRECT_CALL,
     FIRST_SEGMENT,
     INPUT_IDS,
@@ -42,6 +40,7 @@ from triptych.spec.engine_plan import (
     row_cost,
 )
 from triptych.spec.model_fields import PREPROCESS, CompiledSpec, is_own
+from triptych.spec.padded_lengths import bucket_of, choose_edges
 from triptych.spec.placement import MachinePlan, place, without
 from triptych.spec.spec import PipelineSpec
 from triptych.spec.traffic import Lengths
@@ -371,7 +370,9 @@ class Plan:
         room = "as many as a batch holds"
         if self.largest_request < self.max_batch_size:
             room = "the same on every machine"
-        if task.request_rows is not None:
+        if task.model_rows > 1:
+            room = f"each becomes up to {task.model_rows} rows of the model"
+        elif task.request_rows is not None:
             room = "more would hold up other requests"
         return self._reasons_of_shapes() | {
             "max_length": limit,
@@ -419,7 +420,7 @@ def max_length_of(spec: PipelineSpec, info: ModelInfo, task: Task) -> int:
 
 def request_rows_of(max_batch_size: int, task: Task) -> int:
     """Return the maximum number of rows in a request for a core with this batch size."""
-    return min(max_batch_size, task.request_rows or max_batch_size)
+    return min(max(1, max_batch_size // task.model_rows), task.request_rows or max_batch_size)
 
 
 def core_rows_of(spec: PipelineSpec, info: ModelInfo, task: Task) -> int:
@@ -478,6 +479,8 @@ def inputs_of(info: ModelInfo, task: Task) -> tuple[Tensor, ...]:
         return INPUT_IDS, ROW_LENGTH, FIRST_SEGMENT
     if not info.include_prompt and PROMPT in task.parameters(info):
         return INPUT_IDS, ROW_LENGTH, PROMPT_LENGTH
+    if not all(role.attended for role in info.roles.values()):
+        return INPUT_IDS, ROW_LENGTH, ATTENDED_LENGTH
     return INPUT_IDS, ROW_LENGTH
 
 
@@ -601,49 +604,3 @@ def _warm_ups(lengths: Lengths | None, edges: tuple[int, ...], most: int) -> tup
     if lengths is not None and not edges:
         tokens = tuple(sorted({lengths.quantile(0.5), lengths.quantile(0.99)}))
     return tuple(WarmUp(rows, each) for each in tokens for rows in sorted({1, most}))
-
-
-def bucket_of(length: int, edges: tuple[int, ...]) -> int:
-    """Return the smallest padded length that fits `length` tokens."""
-    return next(edge for edge in edges if edge >= length)
-
-
-def choose_edges(
-    lengths: Lengths, max_length: int, *, count: int, multiple: int = 1
-) -> tuple[int, ...]:
-    """Return up to `count` padded lengths that minimize padding for the traffic.
-
-    Uses dynamic programming over the length histogram, so the result is exact. An optimal padded
-    length is an observed length (rounded up to `multiple`), so only those and `max_length` are
-    candidates.
-
-    Args:
-        lengths: Token lengths of the traffic, at most `max_length`.
-        max_length: Largest padded length; always part of the result.
-        count: Maximum number of padded lengths.
-        multiple: Multiple to which all padded lengths but the last are rounded up.
-    """
-    rounded: dict[int, int] = {}
-    for length, rows in lengths.counts.items():
-        edge = min(-(-length // multiple) * multiple, max_length)
-        rounded[edge] = rounded.get(edge, 0) + rows
-    rounded.setdefault(max_length, 0)
-    candidates = np.array(sorted(rounded))
-    rows_up_to = np.concatenate([[0], np.cumsum([rounded[c] for c in candidates])])
-    # best[j]: computed tokens of all rows in the first j candidates, with the edges so far.
-    best = np.full(len(candidates) + 1, np.inf)
-    best[0] = 0.0
-    choices: list[NDArray[np.intp]] = []
-    for _ in range(min(count, len(candidates))):
-        # cost[i, j]: candidates i..j-1 padded to candidate j-1, after the best of the first i.
-        cost = best[:, None] + (rows_up_to[None, 1:] - rows_up_to[:, None]) * candidates[None, :]
-        cost[np.tril_indices(len(candidates), k=-1, m=len(candidates))] = np.inf
-        cost[-1] = np.inf
-        choices.append(cost.argmin(axis=0))
-        best = np.concatenate([[np.inf], cost.min(axis=0)])
-    edges = []
-    end = len(candidates)
-    for choice in reversed(choices):
-        edges.append(int(candidates[end - 1]))
-        end = int(choice[end - 1])
-    return tuple(sorted(edges))

@@ -7,7 +7,7 @@ per token, K results. R is B for padded rows, and 1 if the rows share one packed
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -139,7 +139,7 @@ class _TokenLogit(nn.Module):
 class _UnitLength(nn.Module):
     def forward(self, vector: Tensor) -> Tensor:
         # `functional.normalize` also expands the length to the size of the vectors.
-        length: Tensor = torch.linalg.vector_norm(vector, dim=1, keepdim=True)
+        length: Tensor = torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
         return vector / length.clamp(min=1e-12)
 
 
@@ -149,7 +149,20 @@ class _First(nn.Module):
         self.size = size
 
     def forward(self, vector: Tensor) -> Tensor:
-        return vector[:, : self.size]
+        return vector[..., : self.size]
+
+
+class TokenHead(nn.Module):
+    """Head of a model with a vector for each token: Dense and Normalize modules."""
+
+    def __init__(self, info: ModelInfo, folder: Path) -> None:
+        super().__init__()
+        self.after = nn.Sequential(*(_load_module(module, folder) for module in info.head))
+
+    def forward(self, hidden: Tensor, rows: RowMembership) -> Tensor:
+        """Return FP32 ``[R, N, dim]`` for FP32 ``[R, N, H]``."""
+        vectors: Tensor = self.after(hidden)
+        return vectors
 
 
 def load_dense(dense: Dense, folder: Path) -> nn.Module:
@@ -166,7 +179,7 @@ def load_dense(dense: Dense, folder: Path) -> nn.Module:
         weights = load_file(path / "model.safetensors")
     else:
         weights = torch.load(path / "pytorch_model.bin", map_location="cpu", weights_only=True)
-    linear.load_state_dict({name.removeprefix("linear."): value for name, value in weights.items()})
+    linear.load_state_dict(_part(weights, "linear."))
     check_finite(linear)
     activation = getattr(nn, dense.activation.rsplit(".", 1)[-1], None)
     if not (isinstance(activation, type) and issubclass(activation, nn.Module)):
@@ -176,7 +189,38 @@ def load_dense(dense: Dense, folder: Path) -> nn.Module:
             given=dense.activation,
             remedy="Choose a model whose activation is a torch.nn module",
         )
-    return nn.Sequential(linear, activation())
+    layer = nn.Sequential(linear, activation())
+    if not dense.residual:
+        return layer
+    residual: nn.Module = nn.Identity()
+    if dense.in_features != dense.out_features:
+        residual = nn.Linear(dense.in_features, dense.out_features, bias=False)
+        residual.load_state_dict(_part(weights, "residual."))
+        check_finite(residual)
+    return _Sum(layer, residual)
+
+
+def _part(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the weights of a layer; one without a prefix is the linear layer."""
+    names = {name: name if "." in name else f"linear.{name}" for name in weights}
+    return {
+        named.removeprefix(prefix): weights[name]
+        for name, named in names.items()
+        if named.startswith(prefix)
+    }
+
+
+class _Sum(nn.Module):
+    """Sum of the results of two modules."""
+
+    def __init__(self, one: nn.Module, other: nn.Module) -> None:
+        super().__init__()
+        self.one = one
+        self.other = other
+
+    def forward(self, vector: Tensor) -> Tensor:
+        result: Tensor = self.one(vector) + self.other(vector)
+        return result
 
 
 class OwnHead(nn.Module):

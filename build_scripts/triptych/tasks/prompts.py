@@ -1,14 +1,19 @@
-"""Prompts of a text model: the request parameter, and the settings of preprocess."""
+"""Prompts of a text model: the request parameters, and the settings of preprocess."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from triptych.models.info import ModelInfo
+from triptych.models.roles import ROLES
 from triptych.tasks.task import Rule
 
 PROMPT = "prompt"
 """Request parameter with the name of a prompt, or with its text."""
+
+ROLE = "role"
+"""Request parameter that chooses the prompt of queries or of documents, as `encode_query` and
+`encode_document` of sentence-transformers do."""
 
 
 def prompt_rule(info: ModelInfo) -> Mapping[str, Rule]:
@@ -17,6 +22,12 @@ def prompt_rule(info: ModelInfo) -> Mapping[str, Rule]:
         return {}
     names = () if info.free_prompt else tuple(sorted(info.prompts))
     return {PROMPT: Rule("str", default=info.default_prompt, choices=names)}
+
+
+def prompt_rules(info: ModelInfo) -> Mapping[str, Rule]:
+    """Return the rules of `PROMPT` and, for a model with a prompt of a role, of `ROLE`."""
+    has_roles = any(info.prompts.get(role) for role in ROLES)
+    return {**prompt_rule(info), **({ROLE: Rule("str", choices=ROLES)} if has_roles else {})}
 
 
 def prompt_settings(info: ModelInfo) -> Mapping[str, object]:

@@ -18,19 +18,27 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-Reads = Literal["pooled", "row", "mask", "tokens", "image", "graph"]
+Reads = Literal["pooled", "vectors", "row", "mask", "tokens", "image", "graph"]
 """Input of the head: the vectors of all tokens, of which `Task.head` makes one result for each row
-(``pooled``), what the model's own head reads of a row, such as its first token (``row``), the mask
-token, every token, an image, or the inputs of the user's own graph.
+(``pooled``) or for each token (``vectors``), what the model's own head reads of a row, such as its
+first token (``row``), the mask token, every token, an image, or the inputs of the user's own graph.
 """
 
 Returns = Literal[
-    "vector", "logits", "scores", "choices", "token_choices", "token_scores", "spans", "arrays"
+    "vector",
+    "logits",
+    "scores",
+    "choices",
+    "token_vectors",
+    "token_choices",
+    "token_scores",
+    "spans",
+    "arrays",
 ]
 """Output of the core per row: a vector; logits; scores (activated logits); the best classes with
-scores, best first (``choices``). Per token: the best class with its score (``token_choices``);
-scores of all classes (``token_scores``); logits of a span's start and end (``spans``). For the
-user's own graph: its outputs (``arrays``).
+scores, best first (``choices``). Per token: a vector; the best class with its score
+(``token_choices``); scores of all classes (``token_scores``); logits of a span's start and end
+(``spans``). For the user's own graph: its outputs (``arrays``).
 """
 
 Parameters = Mapping[str, Any]
@@ -57,7 +65,12 @@ class Core:
     @property
     def per_token(self) -> bool:
         """Whether the outputs have an entry for each token of a row."""
-        return self.returns in ("token_choices", "token_scores", "spans")
+        return self.returns in ("token_vectors", "token_choices", "token_scores", "spans")
+
+    @property
+    def has_task_head(self) -> bool:
+        """Whether `Task.head` computes the results, from the vectors of all tokens."""
+        return self.reads in ("pooled", "vectors")
 
     @property
     def results(self) -> Results:
@@ -80,7 +93,7 @@ class HeadContext(NamedTuple):
 
 MakeHead = Callable[[HeadContext], "nn.Module"]
 """Function that makes a head: its `forward` takes the vectors of tokens, FP32 ``[R, N, H]``, and
-their `heads.RowMembership`, and returns FP32 ``[B, K]``."""
+their `heads.RowMembership`, and returns FP32 ``[B, K]``, or ``[R, N, K]`` for each token."""
 
 
 def sentence_head(context: HeadContext) -> nn.Module:
@@ -154,6 +167,7 @@ class Task:
     modules: tuple[str, ...] = ()  # Modules of sentence-transformers that the head computes itself
     # Whether each model row has row metadata (`tensors.ROW_METADATA`).
     has_row_metadata: bool = False
+    model_rows: int = 1  # Number of model rows of each row, which limits the rows of a request
     decodes_tokens: bool = False  # Whether postprocess needs the tokenizer
     request_rows: int | None = None  # Maximum number of rows in a request; None for the batch size
     # Default maximum number of tokens in a model row; None for the model's limit.

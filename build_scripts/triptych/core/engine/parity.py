@@ -15,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 
 from triptych.base.tensors import (
+    ATTENDED_LENGTH,
     FIRST_SEGMENT,
     INPUT_IDS,
     LONGEST,
@@ -92,8 +93,8 @@ def check_engine(
 
 
 def _tensor(name: str) -> Tensor:
-    texts = (INPUT_IDS, ROW_LENGTH, ROW_OFFSET, ROW_SPAN, FIRST_SEGMENT, PROMPT_LENGTH)
-    known = {tensor.name: tensor for tensor in texts}
+    texts = (INPUT_IDS, ROW_LENGTH, ROW_OFFSET, ROW_SPAN)
+    known = {t.name: t for t in (*texts, FIRST_SEGMENT, PROMPT_LENGTH, ATTENDED_LENGTH)}
     return known.get(name, Tensor(name, "UINT8", ()))
 
 

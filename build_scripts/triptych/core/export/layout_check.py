@@ -136,10 +136,10 @@ def _find(
     for text_core in _ways(model, info, core, head, samples):
         for tiled in (True, False) if packed else (False,):
             probed = text_core
-            if core.reads == "pooled":  # compare all token vectors: the pooled result shows less
+            if core.has_task_head:  # compare all token vectors: a pooled result shows less
                 probed = TextCore(text_core.encoder, _TokenVectors())
             difference = _farthest(
-                _in_layout(probed, core.per_token or core.reads == "pooled", layout, tiled),
+                _in_layout(probed, core.per_token or core.has_task_head, layout, tiled),
                 batch,
                 samples,
                 starts=starts,
@@ -196,7 +196,7 @@ def _ways(
     ] = []
     if head is not None:
         ways.append((model.base_model, hidden_of, head, nullcontext))
-    if core.reads != "pooled":
+    if not core.has_task_head:
         reader = LogitsReader(READINGS[core.reads][0], info.mask_token_id)
         ways += [(model, logits_of, reader, around) for around in (last_picked, nullcontext)]
     for module, read, after, around in ways:
@@ -260,7 +260,7 @@ def _alone(model: PreTrainedModel, info: ModelInfo, core: Core, ids: Tensor) -> 
 
     hidden, logits = None, None
     try:
-        if core.reads == "pooled":
+        if core.has_task_head:
             base = model.base_model
             hidden = hidden_of(base(**inputs(base)))[0]
         else:

@@ -28,7 +28,7 @@ class Returned(nn.Module):
         """Return the core's outputs for vectors or logits, FP32 ``[B, K]`` or ``[R, N, K]``."""
         if self.flatten:
             result = result[0]
-        if self.returns in ("vector", "logits"):
+        if self.returns in ("vector", "token_vectors", "logits"):
             return (result,)
         if self.returns == "spans":
             return result[..., 0], result[..., 1]

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from triptych.core.export.packed_ops import GatheredBatch, PackedBatch, PackedOperations
+from triptych.core.export.packed_batch import GatheredBatch, PackedBatch
+from triptych.core.export.packed_ops import PackedOperations
 from triptych.core.export.row_ops import MASK_VALUE, attend, collect, gather
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def _of_rows(
     if bias is not None and _is_one(bias.shape[2]):
         bias = bias.expand(-1, -1, batch.max_length, -1)
     query, key, value = rows
-    padded = attend(query, key, value, batch.length[:, 0], bias, heads, scale)
+    padded = attend(query, key, value, batch.attended[:, 0], bias, heads, scale)
     tokens = collect(padded, batch.where)[None]
     return tokens.reshape(1, batch.token_count, heads, packed[2].shape[3])
 

@@ -37,7 +37,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from triptych.core.export.packed_attention import packed_attention
-from triptych.core.export.packed_ops import GatheredBatch, PackedBatch, PackedOperations
+from triptych.core.export.packed_batch import GatheredBatch, PackedBatch
+from triptych.core.export.packed_ops import PackedOperations
 from triptych.core.export.row_ops import place
 from triptych.tasks.heads import RowMembership, weighted
 
@@ -115,6 +116,7 @@ class PaddedEncoder(nn.Module):
         row_length: Tensor,
         first_segment: Tensor | None = None,
         position: Tensor | None = None,
+        attended_length: Tensor | None = None,
     ) -> tuple[Tensor, RowMembership]:
         """Return the model's result for each token, and the membership of the tokens.
 
@@ -125,6 +127,8 @@ class PaddedEncoder(nn.Module):
             row_length: INT32 ``[B, 1]``, tokens of each row.
             first_segment: INT32 ``[B, 1]``, tokens of each row before its second segment.
             position: Position of each slot, INT32 ``[1, L]``; computed if it is left out.
+            attended_length: INT32 ``[B, 1]``, tokens of each row that its tokens attend to; all if
+                it is left out.
         """
         # The packed layout finds the packed form of `ids` by the tensor's identity.
         ids = input_ids if input_ids.dtype == torch.int64 else input_ids.long()
@@ -138,8 +142,9 @@ class PaddedEncoder(nn.Module):
         extra = dict(self._types(position.expand(ids.shape), first_segment))
         if self.counting is not None:
             extra["position_ids"] = self.counting.numbers(ids, position, valid)
+        mask = valid if attended_length is None else position < attended_length
         with self.around(self.encoder):
-            output = self.encoder(input_ids=ids, attention_mask=valid.long(), **extra)
+            output = self.encoder(input_ids=ids, attention_mask=mask.long(), **extra)
         return self.read(output), RowMembership(ids, position, valid, length)
 
     def _types(self, position: Tensor, first_segment: Tensor | None) -> Mapping[str, Tensor]:
@@ -165,6 +170,7 @@ class TextCore(nn.Module):
         row_length: Tensor,
         first_segment: Tensor | None = None,
         prompt_length: Tensor | None = None,
+        attended_length: Tensor | None = None,
         position: Tensor | None = None,
     ) -> Tensor:
         """Return the head's result, ``[B, K]`` or ``[B, L, K]``.
@@ -172,7 +178,7 @@ class TextCore(nn.Module):
         `prompt_length` has the number of tokens at each row's beginning that are not pooled,
         ``[B, 1]``. See `PaddedEncoder` for the other arguments.
         """
-        hidden, rows = self.encoder(input_ids, row_length, first_segment, position)
+        hidden, rows = self.encoder(input_ids, row_length, first_segment, position, attended_length)
         if prompt_length is not None:
             rows = rows._replace(prompt=prompt_length.long())
         result: Tensor = self.head(hidden, rows)
@@ -206,16 +212,20 @@ class PackedCore(nn.Module):
         tiles: Tensor,
         first_segment: Tensor | None = None,
         prompt_length: Tensor | None = None,
+        attended_length: Tensor | None = None,
     ) -> Tensor:
         """Return the head's result, ``[B, K]`` or ``[1, T, K]``.
 
         See `PackedBatch` and `TextCore` for the arguments.
         """
-        batch = PackedBatch(input_ids, row_length, row_offset, row_stride, longest, tile, tiles)
+        sizes = (longest, tile, tiles)
+        batch = PackedBatch(input_ids, row_length, row_offset, row_stride, *sizes, attended_length)
         mode = PackedOperations(batch)
         ids = mode.spread(input_ids.long()[None], 1)
         with mode, self._attention(mode):
-            result: Tensor = self.core(ids, row_length, first_segment, prompt_length)
+            result: Tensor = self.core(
+                ids, row_length, first_segment, prompt_length, attended_length
+            )
         return mode.gather(result) if self.per_token else mode.values(result)
 
     def _attention(self, mode: PackedOperations) -> AbstractContextManager[None]:
@@ -239,6 +249,7 @@ class GatheredCore(PackedCore):
         place_of_token: Tensor,
         first_segment: Tensor | None = None,
         prompt_length: Tensor | None = None,
+        attended_length: Tensor | None = None,
     ) -> Tensor:
         """Return the head's result, ``[B, K]``, or ``[1, S, K]`` with an entry for each id.
 
@@ -252,12 +263,13 @@ class GatheredCore(PackedCore):
             place_of_token: Index of each token among the ids, INT64 ``[T, 1]``.
             first_segment: See `TextCore`.
             prompt_length: See `TextCore`.
+            attended_length: See `PaddedEncoder`.
         """
-        mode = PackedOperations(GatheredBatch(padded_ids, row_length, spread, where))
+        batch = GatheredBatch(padded_ids, row_length, spread, where, attended_length)
+        mode = PackedOperations(batch)
+        others = (first_segment, prompt_length, attended_length)
         with mode, self._attention(mode):
-            result: Tensor = self.core(
-                padded_ids, row_length, first_segment, prompt_length, positions[None, :]
-            )
+            result: Tensor = self.core(padded_ids, row_length, *others, positions[None, :])
         if self.per_token:
             return place(mode.gather(result)[0], place_of_token, input_ids)[None]
         rows: Tensor = mode.values(result)

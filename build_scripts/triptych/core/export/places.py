@@ -1,7 +1,7 @@
 """Sizes and index tensors that a packed core computes once, as nodes in front of its graph.
 
-See `packing` for the terms, `packed_ops.PackedBatch` for the sizes and `packed_ops.GatheredBatch`
-for the index tensors.
+See `packing` for the terms, and `packed_batch` for the sizes (`PackedBatch`) and the index tensors
+(`GatheredBatch`).
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def export_onnx(
     model = load_model(folder, core.auto_class)
     with quiet(), without_fixed_length(model), torch.no_grad():
         layout: ModuleLayout = "gathered" if gathered else "packed" if packed else "bucketed"
-        made = head(HeadContext(model, info, folder)) if core.reads == "pooled" else None
+        made = head(HeadContext(model, info, folder)) if core.has_task_head else None
         graph = _graph(model, info, core, inputs, made, layout)
         traced = inputs
         if packed:
@@ -184,7 +184,7 @@ def _graph(
         order += range(len(names) + 1, len(names) + 1 + len(PLACES))
     elif packed:
         order += [names.index(ROW_OFFSET.name), *range(len(names), len(names) + 4)]
-    for name in ("first_segment", "prompt_length"):
+    for name in ("first_segment", "prompt_length", "attended_length"):
         order.append(names.index(name) if name in names else None)
     text_core = find_text_core(model, info, core, head, layout)
     return CoreGraph(text_core, returned, tuple(order))
@@ -213,6 +213,7 @@ def _examples(
         "place_of_token": torch.zeros(17, 1, dtype=torch.int64),
         "first_segment": torch.tensor([[2], [3], [4]], dtype=torch.int32),
         "prompt_length": torch.tensor([[1], [2], [3]], dtype=torch.int32),
+        "attended_length": torch.tensor([[3], [6], [5]], dtype=torch.int32),
     }
     unknown = torch.export.Dim.DYNAMIC
     # Operations on padded rows depend on sizes that are known to be equal.

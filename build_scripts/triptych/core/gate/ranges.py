@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import compress
 from pathlib import Path
 
@@ -16,7 +16,8 @@ from triptych.core.inputs import PipelineInputs
 from triptych.core.requests import hash_inputs, hash_rows, rows_of
 from triptych.repository.render import Ranges
 from triptych.runtime.decode_rows import RANGES_FILE, to_unit_length
-from triptych.tasks.catalog import text_embedding
+from triptych.runtime.row_metadata import OUTSIDE, unpack_metadata
+from triptych.tasks.catalog import multi_vector_embedding, text_embedding
 
 CODE = ("core/gate/ranges.py", "core/gate/reference.py", "runtime/decode_rows.py")
 MULTIPLE = 128
@@ -26,21 +27,25 @@ MULTIPLE = 128
 def find_ranges(inputs: PipelineInputs, progress: Progress) -> Ranges | None:
     """Return the ranges of the reference's vectors for the traffic, with each prompt.
 
-    None for other tasks than text-embedding. A single vector has no ranges, so it gives no sizes.
+    None for tasks without the encodings. A single vector has no ranges, so it gives no sizes.
     """
     plan = inputs.plan
-    if plan.task.name != text_embedding.TASK.name:
+    if plan.task.name not in (text_embedding.TASK.name, multi_vector_embedding.TASK.name):
         return None
     texts = {hash_inputs(request.sent) for request in inputs.requests if not request.edge}
     # Prompted requests are edge cases of the gate, with texts of the traffic.
     chosen = [hash_inputs(request.sent) in texts for request in inputs.requests]
-    own = plan.parameters.get("dimensions")
-    sizes = sizes_of(plan.info.embedding_size, own) if sum(chosen) > 1 else ()
+    own, size = plan.parameters.get("dimensions"), plan.info.embedding_size
+    sizes = (size,) if plan.core.per_token else sizes_of(size, own)
+    sizes = sizes if sum(chosen) > 1 else ()
     rows = rows_of(inputs.requests)
 
     def work(target: Path) -> None:
         expected = reference_of(inputs, rows, progress)
-        vectors = np.stack([vector for (vector,) in compress(expected, chosen)])
+        marks: Iterable[bytes] = (data for request in inputs.requests for data in request.metadata)
+        kept = [unpack_metadata(data).kinds != OUTSIDE for data in marks] or [...] * len(rows)
+        every = zip(compress(expected, chosen), compress(kept, chosen), strict=True)
+        vectors = np.concatenate([np.atleast_2d(vector)[mark] for (vector,), mark in every])
         np.save(target / RANGES_FILE, ranges_of(vectors, sizes))
 
     key: dict[str, object] = {

@@ -25,13 +25,15 @@ from triptych.core.export.own_graph import open_own_model
 from triptych.core.inputs import PipelineInputs
 from triptych.core.requests import GateRequest, Sample, core_feed, hash_rows, rows_of
 from triptych.models.info import Activation, Loader, ModelInfo
+from triptych.models.roles import ROLES
 from triptych.models.source import CODE as MODEL_CODE
 from triptych.models.tokenizer import load_tokenizer
+from triptych.runtime.row_metadata import OUTSIDE, unpack_metadata
 from triptych.runtime.row_types import find_class
 from triptych.runtime.rows_spans import MAX_STRIDE
 from triptych.spec.model_fields import is_own
 from triptych.spec.plan import Plan
-from triptych.tasks.prompts import PROMPT
+from triptych.tasks.prompts import PROMPT, ROLE
 from triptych.tasks.results import Expected
 from triptych.tasks.task import Core
 
@@ -58,6 +60,7 @@ MASK, TYPES = "attention_mask", "token_type_ids"
 token within a text unless it gets a mask, and some models without ``type_vocab_size`` add the
 vector of token 0, or a bias, for tokens of type 0."""
 IDS, LENGTH = "input_ids", "prompt_length"
+ATTENDED, KEPT = "attended_length", "kept"
 FED = IDS, MASK, TYPES
 """Inputs of a model of texts that a core has or computes."""
 
@@ -182,6 +185,7 @@ def _token_inputs(row: TokenRow, made: Collection[str]) -> dict[str, Any]:
     inputs = {IDS: torch.tensor([row.ids])}
     if MASK in made:
         inputs[MASK] = torch.ones_like(inputs[IDS])
+        inputs[MASK][:, row.attended or len(row.ids) :] = 0
     if TYPES in made or row.first_segment < len(row.ids):
         types = [0] * row.first_segment + [1] * (len(row.ids) - row.first_segment)
         inputs[TYPES] = torch.tensor([types])
@@ -260,6 +264,8 @@ def _sentence_outputs(
             output = model(features)
             if "scores" in output:  # of a CrossEncoder
                 result = model.activation_fn(output["scores"][0])
+            elif core.reads == "vectors":
+                result = output["token_embeddings"][0]
             else:
                 size = getattr(model, "truncate_dim", None)  # a SparseEncoder has none
                 result = output["sentence_embedding"][0, :size]
@@ -296,6 +302,8 @@ def check_tokens(inputs: PipelineInputs) -> Any:
                 steps = normalizers.Sequence([normalizers.Lowercase(), own])
                 made.backend_tokenizer.normalizer = steps
         model.max_seq_length = plan.max_length
+        for name, role in plan.info.roles.items():
+            setattr(model[0], f"{name}_length", min(role.max_length, plan.max_length))
         reader = model.transformers_model
         make: Callable[[GateRequest], list[_Features]] = partial(_of_sentences, model, plan.info)
     else:
@@ -305,8 +313,11 @@ def check_tokens(inputs: PipelineInputs) -> Any:
         make = partial(_of_pipeline, tokenizer, plan)
     typed = reader is not None and takes(reader, TYPES)
     for request in inputs.requests:
-        wanted = [_row_of(features, typed=typed) for features in make(request)]
-        if wanted != list(request.rows):
+        found = make(request)
+        wanted = [_row_of(features, typed=typed) for features in found]
+        kept = [features[KEPT] for features in found if KEPT in features]
+        own = [(unpack_metadata(data).kinds != OUTSIDE).tolist() for data in request.metadata]
+        if wanted != list(request.rows) or (kept and kept != own):
             raise _other_rows(request, wanted, library)
     return model
 
@@ -330,12 +341,37 @@ _Features = Mapping[str, Any]
 
 def _of_sentences(model: Any, info: ModelInfo, request: GateRequest) -> list[_Features]:
     """Return the features that sentence-transformers makes of a request."""
-    chosen = request.parameters.get(PROMPT, "")
-    prompt = info.prompts.get(chosen, chosen if info.free_prompt else "")
+    chosen, role = request.parameters.get(PROMPT, ""), request.parameters.get(ROLE)
     text, *second = map(str, request.inputs.values())
+    if info.roles:
+        roles = ROLES if second else (str(role),)
+        return [
+            _of_role(model, info, own, each)
+            for own, each in zip(roles, (text, *second), strict=True)
+        ]
+    prompt = info.prompts.get(chosen, chosen if info.free_prompt else "")
+    if role is not None:
+        prompt = info.prompts.get(role, "")
     features = model.preprocess([(text, *second) if second else text], prompt=prompt)
     made = {name: features[name][0].tolist() for name in (IDS, TYPES) if name in features}
     return [made if info.include_prompt else {**made, LENGTH: features.get(LENGTH, 0)}]
+
+
+def _of_role(model: Any, info: ModelInfo, role: str, text: str) -> _Features:
+    """Return the features of a text, with the tokens that have a vector as modules mark them."""
+    from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+
+    from triptych.models.loading import quiet
+
+    with quiet():
+        features = model.preprocess([text], prompt=info.prompts.get(role, ""), task=role)
+    marked = dict(features)
+    for module in model:
+        if isinstance(module, MultiVectorMask):
+            marked = module(marked, task=role)
+    made = {name: features[name][0].tolist() for name in (IDS, TYPES) if name in features}
+    kept = marked[MASK][0].bool().tolist()
+    return {**made, ATTENDED: int(features[MASK].sum()), KEPT: kept}
 
 
 def _of_pipeline(tokenizer: Any, plan: Plan, request: GateRequest) -> list[_Features]:
@@ -365,20 +401,21 @@ def _row_of(features: _Features, *, typed: bool) -> TokenRow:
     first = len(ids)
     if typed and any(types):
         first = types.index(1) if types == sorted(types) and max(types) == 1 else -1
-    return TokenRow(tuple(ids), first, features.get(LENGTH, 0))
+    attended = features.get(ATTENDED, 0)
+    return TokenRow(tuple(ids), first, features.get(LENGTH, 0), attended % len(ids))
 
 
 def _other_rows(request: GateRequest, wanted: Sequence[TokenRow], library: str) -> UserError:
     """Return the error for a request of which the reference makes other rows."""
     rows = [row for row in request.rows if isinstance(row, TokenRow)]
     differing = [(a, b) for a, b in zip(rows, wanted, strict=False) if a != b]
-    given = f"{len(rows)} rows, there {len(wanted)}"
+    given = f"{len(rows)} rows, there {len(wanted)}, or other tokens that have a vector"
     if differing:
         row, other = differing[0]
         given = f"{len(row.ids)} tokens {row.ids[:12]}, there {len(other.ids)} {other.ids[:12]}"
         if row.ids == other.ids:
-            parts = [(each.first_segment, each.prompt) for each in (row, other)]
-            given = f"{parts[0]} tokens of type 0 and of the prompt, there {parts[1]}"
+            parts = [(each.first_segment, each.prompt, each.attended) for each in (row, other)]
+            given = f"{parts[0]} tokens of type 0, of the prompt, attended, there {parts[1]}"
     return UserError(
         "model.source",
         f"must have a tokenizer that makes the same tokens as in {library}",

@@ -433,7 +433,7 @@ def _row_of(rows: list[Sample], tokens: int, inputs: tuple[Tensor, ...]) -> Samp
         return max(fitting, key=lambda row: len(row.ids))
     row = min(texts, key=lambda row: len(row.ids))
     ids = (*row.ids[: tokens - 1], row.ids[-1])
-    return TokenRow(ids, min(row.first_segment, tokens), row.prompt)
+    return TokenRow(ids, min(row.first_segment, tokens), row.prompt, min(row.attended, tokens))
 
 
 def _refused(tokens: int, given: str) -> UserError:

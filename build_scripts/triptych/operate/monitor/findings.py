@@ -21,7 +21,8 @@ from triptych.operate.monitor.sample import SampledRow, TrafficSample
 from triptych.operate.monitor.scores import MeanTest
 from triptych.repository.manifest import EncoderManifest
 from triptych.runtime.hooking import HOOKS_FILE
-from triptych.spec.plan import Plan, bucket_of
+from triptych.spec.padded_lengths import bucket_of
+from triptych.spec.plan import Plan
 from triptych.spec.spec import SPEC_FILE
 from triptych.spec.traffic import Lengths
 from triptych.spec.tuned import TUNED_FILE

@@ -14,14 +14,14 @@ from triptych.tasks.metric import Metric
 from triptych.tasks.prompts import prompt_rule, prompt_settings
 from triptych.tasks.task import TEXT, TEXT_PAIR, Core, Parameters, Task
 
-_RANK_CORRELATION = Metric(
+RANK_CORRELATION = Metric(
     "rank_correlation",
     "higher",
     "Spearman of the scores",
     limits=(0.9999, 0.999, 0.99),
     probe=(0.999, 0.98),
 )
-_TOP1_AGREEMENT = Metric(
+TOP1_AGREEMENT = Metric(
     "top1_agreement",
     "higher",
     "queries with the same first passage",
@@ -59,7 +59,7 @@ TASK = Task(
     decode="decode_rows.ScoreDecoder",
     pairs=True,
     core=lambda info, _: Core(SEQUENCE_CLASSIFIER, "row", "scores", (_RELEVANCE,), info.relevance),
-    metrics=(_RANK_CORRELATION, _TOP1_AGREEMENT),
+    metrics=(RANK_CORRELATION, TOP1_AGREEMENT),
     compare_outputs=compare_scores,
     labeled=RECIPROCAL_RANK,
     parameters=prompt_rule,

@@ -19,7 +19,7 @@ from triptych.tasks.metrics_vectors import (
     SIMILARITY_RANK_CORRELATION,
     compare_vectors,
 )
-from triptych.tasks.prompts import prompt_rule, prompt_settings
+from triptych.tasks.prompts import prompt_rules, prompt_settings
 from triptych.tasks.task import TEXT, Core, HeadContext, Parameters, Rule, Task, View
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def _parameters(info: ModelInfo) -> Mapping[str, Rule]:
         "max_active_dims": Rule("int", default=usual, min=1, max=most),
         "threshold": Rule("float", default=0.0, min=0.0),
     }
-    return {**rules, **prompt_rule(info)}
+    return {**rules, **prompt_rules(info)}
 
 
 TASK = Task(

@@ -14,7 +14,7 @@ from triptych.tasks.metrics_vectors import (
     SIMILARITY_RANK_CORRELATION,
     compare_vectors,
 )
-from triptych.tasks.prompts import prompt_rule, prompt_settings
+from triptych.tasks.prompts import prompt_rules, prompt_settings
 from triptych.tasks.task import TEXT, Core, Parameters, Rule, Task, View
 
 
@@ -34,7 +34,7 @@ def _parameters(info: ModelInfo) -> Mapping[str, Rule]:
         "normalize_embeddings": Rule("bool"),
         "encoding": Rule("str", default="float", choices=ENCODINGS),
     }
-    return {**rules, **prompt_rule(info)}
+    return {**rules, **prompt_rules(info)}
 
 
 TASK = Task(

@@ -1,0 +1,296 @@
+"""Vectors of tokens on a real tritonserver: equal to `MultiVectorEncoder`, in each saved form."""
+
+import asyncio
+import json
+import shutil
+import string
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from conftest import build_into, quiet, selected_names, traffic_texts
+from mistakes import check_refused
+from served_models import DISTIL, MODERN, OFFSET, ROBERTA, UNIGRAM, VECTORS, Served, save
+from triptych.base.errors import UserError
+from triptych.client import AsyncClient, Client, InvalidRequestError, maxsim
+from triptych.core.inputs import read_inputs
+from triptych.models.older import in_current_form
+from triptych.serving.server import Server
+from triptych.spec.spec import load_spec
+from triptych.tasks.catalog import find_task
+
+pytestmark = pytest.mark.server
+TEXTS = [*traffic_texts()[:12], "x", "!!! ...", "漢字 and 🙂", "word " * 60, "  two  spaces ", ""]
+Array = np.ndarray[Any, Any]
+EXPANDED = {"strategy": "fixed", "length": 24}
+
+
+class Kind(NamedTuple):
+    """A model: its transformer (None for MiniLM), settings of it, and layout."""
+
+    served: Served | None
+    settings: dict[str, Any]
+    layout: str = "packed"
+    skipped: str = string.punctuation
+    residual: bool = False
+
+
+KINDS = {
+    "bert": Kind(None, {"query_expansion": EXPANDED, "document_length": 40}),
+    "distil": Kind(
+        Served(VECTORS, "distilbert", "BertTokenizer", DISTIL),
+        {"query_expansion": {**EXPANDED, "strategy": "min"}},
+        "bucketed",
+    ),
+    "modern": Kind(
+        Served(VECTORS, "modernbert", "PreTrainedTokenizerFast", MODERN),
+        {"query_expansion": {"strategy": "min", "length": 12}, "query_length": 40},
+    ),
+    "xlm": Kind(
+        Served(VECTORS, "xlm-roberta", UNIGRAM, ROBERTA),
+        {"query_expansion": {**EXPANDED, "attend": True}},
+        skipped="",
+    ),
+    "mpnet": Kind(
+        Served(VECTORS, "mpnet", "MPNetTokenizer", OFFSET), {"query_length": 9}, residual=True
+    ),
+}
+EVERYDAY = ("bert", "distil")
+OLDER = ("pylate", "stanford")
+"""Forms in which PyLate 3 and Stanford's ColBERT save a model."""
+RERANKER = "passages"
+
+
+def write_model(kind: Kind, folder: Path, minilm: Path) -> Path:
+    """Write a model with real or random weights and a random projection to 16 numbers."""
+    import torch
+    from sentence_transformers import MultiVectorEncoder
+    from sentence_transformers.base.modules import Normalize, Transformer
+    from sentence_transformers.base.modules.dense import Dense
+    from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+
+    plain = minilm if kind.served is None else save(kind.served, folder / "plain")
+    torch.manual_seed(1)
+    of_tokens = {"module_input_name": "token_embeddings"}
+    transformer = Transformer(str(plain), **kind.settings)
+    size = transformer.get_embedding_dimension()
+    dense = Dense(
+        size, 16, activation_function=torch.nn.Identity(), use_residual=kind.residual, **of_tokens
+    )
+    mask = MultiVectorMask(skiplist_words=list(kind.skipped))
+    MultiVectorEncoder(
+        modules=[transformer, dense, mask, Normalize(**of_tokens)],
+        prompts={"query": "[Q] ", "document": "[D] "},
+        device="cpu",
+    ).save(str(folder / "model"))
+    return folder / "model"
+
+
+def as_pylate(model: Path, target: Path) -> Path:
+    """Write a model in the form of PyLate 3: without the modules after the projection."""
+    shutil.copytree(model, target)
+    listed = [
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+        {"idx": 1, "name": "1", "path": "1_Dense", "type": "pylate.models.Dense.Dense"},
+    ]
+    top = {"model_type": "ColBERT", "query_prefix": "[unused0]", "document_prefix": "[unused1]"}
+    lengths = {"query_length": 24, "document_length": 40, "skiplist_words": ["!", "."]}
+    dense = json.loads((model / "1_Dense" / "config.json").read_text())
+    dense = {name: dense[name] for name in dense if not name.startswith("module_")}
+    for name, content in (
+        ("modules.json", listed),
+        ("config_sentence_transformers.json", {**top, **lengths}),
+        ("sentence_bert_config.json", {"max_seq_length": 100}),
+        ("1_Dense/config.json", dense),
+    ):
+        (target / name).write_text(json.dumps(content))
+    return target
+
+
+def as_stanford(model: Path, target: Path) -> Path:
+    """Write a model in the form of Stanford's ColBERT: one file of weights, and metadata."""
+    from safetensors.torch import load_file, save_file
+
+    target.mkdir()
+    weights = {
+        f"bert.{name}": each for name, each in load_file(model / "model.safetensors").items()
+    }
+    weights["linear.weight"] = load_file(model / "1_Dense" / "model.safetensors")["linear.weight"]
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((model / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "architectures": ["HF_ColBERT"]}))
+    metadata = {"query_maxlen": 24, "doc_maxlen": 40, "attend_to_mask_tokens": True}
+    (target / "artifact.metadata").write_text(json.dumps(metadata))
+    for path in model.glob("tokenizer*.json"):
+        shutil.copy(path, target)
+    return target
+
+
+def write_pipeline(folder: Path, model: Path, task: str, **fields: Any) -> Path:
+    folder.mkdir(parents=True)
+    spec = {"task": task, "model": {"source": str(model)}, **fields}
+    (folder / "pipeline.yaml").write_text(json.dumps(spec), encoding="utf-8")
+    rows = [{"text": text} for text in TEXTS]
+    if task == "late-interaction-reranking":
+        rows = [{"text": TEXTS[0], "text_pair": text} for text in TEXTS]
+    lines = [json.dumps(row) for row in rows]
+    (folder / "traffic.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    return folder
+
+
+def each_of(*names: str) -> pytest.MarkDecorator:
+    marks = [pytest.param(n, marks=() if n in EVERYDAY else pytest.mark.long) for n in names]
+    return pytest.mark.parametrize("name", marks)
+
+
+@pytest.fixture(scope="module")
+def models(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path
+) -> dict[str, Path]:
+    """Folder of each model that a selected test needs."""
+    chosen = selected_names(request)
+    base = tmp_path_factory.mktemp("models")
+    found = {
+        name: write_model(kind, base / name, minilm_folder)
+        for name, kind in KINDS.items()
+        if name in chosen or name == EVERYDAY[0]
+    }
+    for name, write in zip(OLDER, (as_pylate, as_stanford), strict=True):
+        if name in chosen:
+            found[name] = write(found[EVERYDAY[0]], base / name)
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Iterator[Server]:
+    base = tmp_path_factory.mktemp("multi_vector")
+
+    def build(name: str, model: Path, task: str, **fields: Any) -> None:
+        folder = write_pipeline(base / "pipelines" / name, model, task, **fields)
+        assert build_into(folder, base / "repository").gate.passed
+
+    for name, model in models.items():
+        layout = KINDS[name].layout if name in KINDS else "packed"
+        build(name, model, "multi-vector-embedding", core={"layout": layout})
+    build(RERANKER, models[EVERYDAY[0]], "late-interaction-reranking")
+    with Server(base / "repository") as server:
+        yield server
+
+
+def reference_of(model: Path, role: str, texts: list[str] = TEXTS) -> list[Array]:
+    from sentence_transformers import MultiVectorEncoder
+
+    encoder = MultiVectorEncoder(str(model), device="cpu")
+    encode = encoder.encode_query if role == "query" else encoder.encode_document
+    return [encode([text], convert_to_numpy=True)[0] for text in texts]
+
+
+@each_of(*KINDS, *OLDER)
+def test_vectors_are_those_of_the_library(
+    server: Server, models: dict[str, Path], name: str
+) -> None:
+    with Client(name, url=server.grpc_url) as client:
+        for role in ("query", "document"):
+            wanted = reference_of(models[name], role)
+            together = client.embed_multi_vector(TEXTS, role=role)
+            alone = [client.embed_multi_vector([text], role=role)[0] for text in TEXTS]
+            for got in (together, alone):
+                assert [each.shape for each in got] == [each.shape for each in wanted]
+                pairs = zip(got, wanted, strict=True)
+                assert max(np.abs(a - b).max(initial=0.0) for a, b in pairs) < 1e-5
+        document = client.embed_multi_vector(TEXTS)
+    pairs = zip(document, together, strict=True)
+    assert all((a == b).all() for a, b in pairs)  # the default role
+
+
+@pytest.mark.parametrize("name", EVERYDAY[:1])
+def test_encodings_are_those_of_the_library(
+    server: Server, models: dict[str, Path], name: str
+) -> None:
+    from sentence_transformers.util.quantization import quantize_embeddings
+
+    wanted = np.concatenate(reference_of(models[name], "document"))
+    with Client(name, url=server.grpc_url) as client:
+        halves = np.concatenate(client.embed_multi_vector(TEXTS, encoding="float16"))
+        assert halves.dtype == np.float16
+        assert np.abs(halves - wanted).max() < 1e-3
+        for encoding in ("binary", "ubinary"):
+            bits = np.concatenate(client.embed_multi_vector(TEXTS, encoding=encoding))
+            expected = quantize_embeddings(wanted, encoding)
+            assert (bits.dtype, bits.shape) == (expected.dtype, expected.shape)
+            assert (bits == expected).mean() > 0.99  # a number near 0 may have either sign
+        steps = {e: np.concatenate(client.embed_multi_vector(TEXTS, encoding=e)) for e in
+                 ("int8", "uint8")}  # fmt: skip
+        assert (steps["int8"].astype(int) + 128 == steps["uint8"]).all()
+        assert steps["int8"].shape == wanted.shape
+        floats = np.concatenate(client.embed_multi_vector(TEXTS))
+        order = np.argsort(floats, axis=0, kind="stable")
+        assert (
+            np.diff(np.take_along_axis(steps["uint8"].astype(int), order, 0), axis=0) >= 0
+        ).all()
+        for parameters in ({"role": "passage"}, {"encoding": "int4"}, {"prompt": "query"}):
+            with pytest.raises(InvalidRequestError, match=next(iter(parameters))):
+                client.infer({"text": ["a"]}, parameters=parameters)
+        assert client.embed_multi_vector([]) == []
+        with pytest.raises(InvalidRequestError, match="token_id"):
+            client.embed_sparse(["a"])
+
+    async def ask() -> list[Array]:
+        async with AsyncClient(name, url=server.grpc_url) as client:
+            return await client.embed_multi_vector(TEXTS[:2])
+
+    assert (np.concatenate(asyncio.run(ask())) == floats[: sum(map(len, asyncio.run(ask())))]).all()
+
+
+def test_scores_are_those_of_the_library(server: Server, models: dict[str, Path]) -> None:
+    from sentence_transformers.util.similarity import maxsim as reference
+
+    model = models[EVERYDAY[0]]
+    queries, passages = reference_of(model, "query"), reference_of(model, "document")
+    wanted = reference(queries, passages).numpy()
+    assert np.abs(maxsim(queries, passages) - wanted).max() < 1e-4
+    assert maxsim(queries, []).shape == (len(TEXTS), 0)
+    nothing = [*passages[:1], passages[0][:0]]
+    assert maxsim(queries[:1], nothing)[0, 1] == 0
+    with Client(RERANKER, url=server.grpc_url) as client:
+        for place in (0, len(TEXTS) - 1):
+            ranked = client.rerank(TEXTS[place], TEXTS)
+            scores = np.array([each.score for each in sorted(ranked)])
+            assert np.abs(scores - wanted[place]).max() < 1e-4
+        # Rows of one request may have different queries.
+        pairs = client.infer({"text": TEXTS[:8], "text_pair": TEXTS[:8][::-1]})
+        diagonal = [wanted[place, 7 - place] for place in range(8)]
+        assert np.abs(pairs["score"][:, 0] - diagonal).max() < 1e-4
+
+
+def test_settings_of_a_model_are_applied_or_refused(
+    tmp_path: Path, models: dict[str, Path], minilm_folder: Path
+) -> None:
+    source, task = models[EVERYDAY[0]], "multi-vector-embedding"
+
+    def changed(file: str, **values: object) -> Path:
+        model = tmp_path / f"{file.replace('/', '_')}_{'_'.join(values)}"
+        shutil.copytree(source, model)
+        (model / file).write_text(json.dumps({**json.loads((model / file).read_text()), **values}))
+        return write_pipeline(model / "pipeline", model, task)
+
+    transformer, mask = "sentence_bert_config.json", "2_MultiVectorMask/config.json"
+    for message, folder in (
+        ("keep_only_token_ids", changed(mask, keep_only_token_ids=[5])),
+        ("length of 1 to", changed(transformer, query_expansion={"length": 9999})),
+        ("MultiVectorMask", write_pipeline(tmp_path / "plain", minilm_folder, task)),
+    ):
+        check_refused(message, read_inputs, load_spec(folder), quiet)
+    both = changed(mask, skiplist_tasks=["query", "document"], skiplist_words=["a", "zzzz"])
+    roles = read_inputs(load_spec(both), quiet).plan.info.roles
+    assert len(roles["query"].skipped) == len(roles["document"].skipped) == 1
+    short = write_pipeline(tmp_path / "short", source, task, tokenizer={"max_length": 20})
+    with pytest.raises(UserError, match=r"tokenizer\.max_length"):
+        read_inputs(load_spec(short), quiet)
+    means = changed("config_sentence_transformers.json", similarity_fn_name="meanmaxsim")
+    info = read_inputs(load_spec(means), quiet).plan.info
+    assert find_task("late-interaction-reranking").settings(info)["mean_scores"]
+    assert in_current_form(source, "MultiVectorEncoder", quiet) == source
