@@ -30,8 +30,9 @@ COPY build_scripts/triptych/base/__init__.py build_scripts/triptych/base/errors.
      build_scripts/triptych/base/releases.py build_scripts/triptych/base/release_changes.py \
      /opt/triptych/triptych/base/
 COPY build_scripts/triptych/container /opt/triptych/triptych/container
-COPY build_scripts/triptych/runtime/__init__.py build_scripts/triptych/runtime/request_errors.py \
-     build_scripts/triptych/runtime/in_flight.py \
+COPY build_scripts/triptych/runtime/__init__.py build_scripts/triptych/runtime/error_messages.py \
+     build_scripts/triptych/runtime/in_flight.py build_scripts/triptych/runtime/rejections.py \
+     build_scripts/triptych/runtime/request_errors.py \
      /opt/triptych/triptych/runtime/
 
 # The files of a checkout under another umask must be readable for every user. For samples: a new volume

@@ -23,9 +23,8 @@ from triptych.gateway.http import GatewayMetrics
 from triptych.interface.cli import app
 from triptych.interface.cli.command import VERBS
 from triptych.operate.monitor.metrics import RunCollector
-from triptych.runtime import generation_metrics
+from triptych.runtime import engine_errors, generation_metrics, rejections, request_errors
 from triptych.runtime.counters import RowTokens
-from triptych.runtime.request_errors import StepError
 from triptych.spec.field_table import as_prose, describe_fields, first_sentence
 from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
 from triptych.spec.model_fields import ModelSpec
@@ -115,9 +114,16 @@ def _describe_option(parameter: Any) -> str:
 
 def list_error_codes() -> str:
     """Return the table of the codes that steps put before their messages."""
-    kinds = {one.code: one for one in (*StepError.__subclasses__(),)}
     rows = []
-    for code, kind in kinds.items():
+    for kind in (
+        request_errors.RequestError,
+        rejections.Overloaded,
+        rejections.Stopping,
+        engine_errors.EngineFailed,
+        engine_errors.EngineDied,
+        request_errors.InternalError,
+    ):
+        code = kind.code
         status = {"INVALID_ARG": "INVALID_ARGUMENT"}.get(kind.status, kind.status)
         error = status_error(status, f"[{code}] text", url="")
         name = type(error).__name__

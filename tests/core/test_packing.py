@@ -23,7 +23,8 @@ from triptych.core.export.places import (
     compute_from_values,
 )
 from triptych.core.requests import core_feed, row_starts
-from triptych.runtime.packing import MULTIPLE, make_row_span, pack_rows
+from triptych.runtime.packing import pack_rows
+from triptych.runtime.packing_spans import MULTIPLE, make_row_span
 from triptych.runtime.row_metadata import unpack_rows
 
 pytestmark = pytest.mark.build

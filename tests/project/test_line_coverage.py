@@ -53,9 +53,9 @@ def test_a_step_of_a_repository_is_a_file_of_the_runtime(tmp_path: Path) -> None
     assert find_module(tmp_path / "minilm_preprocess/1/hooks.py") is None
     assert find_module(tmp_path / "preprocess.py") is None
     assert find_module("built-in") is None
-    step = tmp_path / "minilm_preprocess/1/decode_rows.py"
+    step = tmp_path / "minilm_preprocess/1/rows_text.py"
     step.parent.mkdir(parents=True)
-    whole = (PACKAGE / "runtime/decode_rows.py").read_text(encoding="utf-8").splitlines()
-    first = whole.index("class ScoreDecoder:")
+    whole = (PACKAGE / "runtime/rows_text.py").read_text(encoding="utf-8").splitlines()
+    first = whole.index("class PlainTextRowMaker(TokenRowMaker):")
     step.write_text("\n".join([*whole[:3], *whole[first:]]))
-    assert find_lines(step, "runtime/decode_rows.py", [1, 4, 5]) == {1, first + 1, first + 2}
+    assert find_lines(step, "runtime/rows_text.py", [1, 4, 5]) == {1, first + 1, first + 2}

@@ -62,7 +62,6 @@ def test_a_file_has_what_its_pipeline_uses_and_no_more(tmp_path: Path) -> None:
     texts = {path: c.decode() for path, c in files.items() if isinstance(c, bytes)}
     rows = texts["text-embedding_preprocess/1/rows_text.py"]
     assert "class PlainTextRowMaker" in rows
-    assert "class MaskRowMaker" not in rows
     counts = texts["text-embedding_preprocess/1/in_flight.py"]
     assert "def admit(" in counts
     assert "def of_server(" not in counts  # a method that only the server's process calls

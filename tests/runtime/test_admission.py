@@ -16,7 +16,7 @@ from triptych.container import supervisor
 from triptych.runtime import in_flight as module
 from triptych.runtime.flow_control import SHUTDOWN_GRACE_S, SILENCE_S, TURNS, FlowControl
 from triptych.runtime.in_flight import MARKS, PREFIX_VARIABLE, REORDER_S, InFlight, Ticket
-from triptych.runtime.request_errors import Overloaded, Stopping
+from triptych.runtime.rejections import Overloaded, Stopping
 
 SLOW = Setup(batch_s=(2.0, 0.0))
 FIFTY = Setup(batch_s=(0.0, 0.02))

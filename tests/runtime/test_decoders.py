@@ -20,7 +20,10 @@ from triptych.core.gate.runs import decode, reference_row_outputs
 from triptych.core.inputs import read_inputs
 from triptych.core.requests import rows_of
 from triptych.models.info import ModelInfo
-from triptych.runtime import decode_rows
+from triptych.runtime.decode_classes import ClassDecoder
+from triptych.runtime.decode_embeddings import RANGES_FILE, EmbeddingDecoder
+from triptych.runtime.decode_masks import MaskDecoder
+from triptych.runtime.decode_zero_shot import ZeroShotDecoder
 from triptych.runtime.request_errors import RequestError
 from triptych.spec.spec import load_spec
 from triptych.tasks.catalog import TASKS
@@ -105,9 +108,9 @@ def test_vectors_are_shortened_and_encoded_as_by_sentence_transformers(tmp_path:
     seen[:, 3] = 0.25  # an element without a range
     sizes = sizes_of(37, None)
     assert sizes == (8, 16, 32, 37)
-    np.save(tmp_path / decode_rows.RANGES_FILE, ranges_of(seen, sizes))
-    plain = decode_rows.EmbeddingDecoder({}, Path())
-    decoder = decode_rows.EmbeddingDecoder({"range_sizes": sizes}, tmp_path)
+    np.save(tmp_path / RANGES_FILE, ranges_of(seen, sizes))
+    plain = EmbeddingDecoder({}, Path())
+    decoder = EmbeddingDecoder({"range_sizes": sizes}, tmp_path)
     assert np.array_equal(embed(plain, vectors), vectors)
     size: int | None
     for size in (1, 8, 37):
@@ -148,7 +151,7 @@ def test_labels_are_those_of_the_pipeline(tokenizer: Any, problem: str) -> None:
     class_id = np.argsort(-scores, axis=1).astype(np.int32)
     class_score = np.take_along_axis(scores, class_id, axis=1)
     outputs = {"class_id": class_id, "class_score": class_score}
-    decoder = decode_rows.ClassDecoder({"labels": labels, "class_scores": True}, Path())
+    decoder = ClassDecoder({"labels": labels, "class_scores": True}, Path())
     classify = pipeline_of("text-classification", model, tokenizer)
     for top_k in (1, 5):
         found = decoder.decode(outputs, [], {"top_k": top_k})
@@ -165,7 +168,7 @@ def test_labels_above_a_threshold_are_those_of_the_scores() -> None:
     scores = np.array([[0.9, 0.6, 0.2], [0.4, 0.3, 0.1], [0.7, 0.5, 0.5]], np.float32)
     outputs = {"class_id": np.array([[2, 0, 1], [0, 1, 2], [1, 2, 0]], np.int32)}
     outputs |= {"class_score": scores}  # type: ignore[dict-item]
-    decoder = decode_rows.ClassDecoder({"labels": ["a", "b", "c"]}, Path())
+    decoder = ClassDecoder({"labels": ["a", "b", "c"]}, Path())
     cases: list[tuple[dict[str, Any], list[list[str]]]] = [
         ({}, [["c", "a"], ["", ""], ["b", ""]]),
         ({"threshold": 0.65}, [["c"], [""], ["b"]]),
@@ -205,7 +208,7 @@ def test_every_token_is_written_as_transformers_does(
     tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
     beyond = 3  # a model's vocabulary may be larger than the tokenizer's
     ids = np.arange(len(tokenizer) + beyond, dtype=np.int32).reshape(1, -1)
-    decoder = decode_rows.MaskDecoder({}, tmp_path)
+    decoder = MaskDecoder({}, tmp_path)
     outputs = {"class_id": ids, "class_score": np.zeros(ids.shape, np.float32)}
     for _ in range(2):  # the second time from what is known
         found = decoder.decode(outputs, [], {"top_k": ids.size})
@@ -228,7 +231,7 @@ def test_hypotheses_score_as_in_the_pipeline(tokenizer: Any, classes: list[str])
     model = small("Bert", "SequenceClassification", id2label=id2label, label2id=names)
     facts = ModelInfo("", "", 32, 512, 0, labels=tuple(classes))
     settings = json.loads(json.dumps(TASKS["zero-shot-classification"].settings(facts)))
-    decoder = decode_rows.ZeroShotDecoder(settings, Path())
+    decoder = ZeroShotDecoder(settings, Path())
     pipeline = pipeline_of("zero-shot-classification", model, tokenizer)
     for labels in (["billing"], ["billing", "travel", "退款", "science"]):
         pairs = [(text, f"This example is {label}.") for text in TEXTS for label in labels]
@@ -245,7 +248,7 @@ def test_hypotheses_score_as_in_the_pipeline(tokenizer: Any, classes: list[str])
 
 
 def test_large_logits_do_not_overflow() -> None:
-    decoder = decode_rows.ZeroShotDecoder({"entailment": 1, "contradiction": 0}, Path())
+    decoder = ZeroShotDecoder({"entailment": 1, "contradiction": 0}, Path())
     logits = np.array([[-200, 200], [300, -300]], np.float32)
     for multi_label in (False, True):
         parameters = {"candidate_labels": ["a", "b"], "multi_label": multi_label}

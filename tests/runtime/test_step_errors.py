@@ -26,17 +26,25 @@ from triptych.client import (
 )
 from triptych.client.errors import status_error, stream_error
 from triptych.container.health import error_code
-from triptych.runtime import request_errors as faults
+from triptych.runtime.engine_errors import ENGINE_DIED, ENGINE_FAILED, EngineDied, EngineFailed
 from triptych.runtime.flow_control import FlowControl
+from triptych.runtime.rejections import OVERLOADED, STOPPING, Stopping
+from triptych.runtime.request_errors import (
+    INTERNAL,
+    INVALID_REQUEST,
+    InternalError,
+    RequestError,
+    StepError,
+)
 
 URL = "127.0.0.1:8001"
 KINDS: dict[str, tuple[type[InferenceError], str]] = {
-    faults.INVALID_REQUEST: (InvalidRequestError, "INVALID_ARGUMENT"),
-    faults.OVERLOADED: (OverloadedError, "UNAVAILABLE"),
-    faults.STOPPING: (PipelineNotReadyError, "UNAVAILABLE"),
-    faults.INTERNAL: (PipelineFailedError, "INTERNAL"),
-    faults.ENGINE_FAILED: (PipelineFailedError, "INTERNAL"),
-    faults.ENGINE_DIED: (PipelineNotReadyError, "UNAVAILABLE"),
+    INVALID_REQUEST: (InvalidRequestError, "INVALID_ARGUMENT"),
+    OVERLOADED: (OverloadedError, "UNAVAILABLE"),
+    STOPPING: (PipelineNotReadyError, "UNAVAILABLE"),
+    INTERNAL: (PipelineFailedError, "INTERNAL"),
+    ENGINE_FAILED: (PipelineFailedError, "INTERNAL"),
+    ENGINE_DIED: (PipelineNotReadyError, "UNAVAILABLE"),
 }
 """The client's error class and the gRPC status of each code."""
 
@@ -110,7 +118,7 @@ def check(refusal: Refusal, code: str) -> tuple[InferenceError, InferenceError]:
 def test_an_overload_is_read_with_its_pause(steps: Any) -> None:
     pauses = []
     for refusal in overloads(steps):
-        for error in check(refusal, faults.OVERLOADED):
+        for error in check(refusal, OVERLOADED):
             assert isinstance(error, OverloadedError)
             assert f"Try again in {1e3 * error.again_s:.0f} ms" in error.message
             pauses.append(error.again_s)
@@ -124,19 +132,19 @@ def test_every_other_error_is_read(steps: Any) -> None:
     rows = {None: None, 0: 10, 2: 12, 3: None}
     for row, own in rows.items():
         refusal = steps.error_response(
-            faults.RequestError("text", "must be valid UTF-8", "row 0: [stopping] ", "Send it", row)
+            RequestError("text", "must be valid UTF-8", "row 0: [stopping] ", "Send it", row)
         )
-        error, _ = check(refusal, faults.INVALID_REQUEST)
+        error, _ = check(refusal, INVALID_REQUEST)
         assert error.row == own
         assert error.message == "`text` must be valid UTF-8. Given: row 0: [stopping] . Send it."
-    check(steps.error_response(faults.Stopping()), faults.STOPPING)
-    check(steps.error_response(faults.EngineFailed("it ended")), faults.ENGINE_FAILED)
-    check(steps.error_response(faults.EngineDied("its process died")), faults.ENGINE_DIED)
-    check(steps.error_response(KeyError("requests under way must")), faults.INTERNAL)
+    check(steps.error_response(Stopping()), STOPPING)
+    check(steps.error_response(EngineFailed("it ended")), ENGINE_FAILED)
+    check(steps.error_response(EngineDied("its process died")), ENGINE_DIED)
+    check(steps.error_response(KeyError("requests under way must")), INTERNAL)
     unpaired = steps.error_response(ValueError("\ud800" + "x" * 10**6))
     assert len(unpaired.message) <= steps.MAX_MESSAGE
-    check(unpaired, faults.INTERNAL)
-    codes = [kind.code for kind in faults.StepError.__subclasses__()]
+    check(unpaired, INTERNAL)
+    codes = [kind.code for kind in StepError.__subclasses__()]
     assert sorted(codes) == sorted(KINDS)
 
 
@@ -172,13 +180,9 @@ def test_what_has_no_known_code_is_read_by_its_status() -> None:
 
 def test_an_error_of_a_function_of_the_user_names_it() -> None:
     wrong = "hooks.preprocess: `images` must have the shape [1, 3, 64, 64], it has [1, 3, 9, 9]"
-    assert faults.InternalError(RuntimeError(wrong)).text.endswith(
-        "Correct `preprocess` in hooks.py."
-    )
-    assert "bug of the pipeline" in faults.InternalError(KeyError("lost")).text
-    assert faults.RequestError("text", "is required", "", "Add it").text == (
-        "`text` is required. Add it."
-    )
+    assert InternalError(RuntimeError(wrong)).text.endswith("Correct `preprocess` in hooks.py.")
+    assert "bug of the pipeline" in InternalError(KeyError("lost")).text
+    assert RequestError("text", "is required", "", "Add it").text == ("`text` is required. Add it.")
     assert UserError("text", "is required", given="", remedy="Add it").message == (
         "`text` is required. Add it."
     )

@@ -7,18 +7,10 @@ from collections.abc import Sequence
 
 from typing_extensions import Self
 
-from triptych.runtime.request_errors import (
-    ENGINE_DIED,
-    ENGINE_FAILED,
-    INTERNAL,
-    INVALID_REQUEST,
-    OVERLOADED,
-    RETRY_AFTER_MS,
-    ROW,
-    STOPPING,
-    TRITON_PREFIX,
-    read_step_error,
-)
+from triptych.runtime.engine_errors import ENGINE_DIED, ENGINE_FAILED
+from triptych.runtime.error_messages import TRITON_PREFIX, read_step_error
+from triptych.runtime.rejections import OVERLOADED, RETRY_AFTER_MS, STOPPING
+from triptych.runtime.request_errors import INTERNAL, INVALID_REQUEST, ROW
 
 
 class InferenceError(Exception):

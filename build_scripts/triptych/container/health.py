@@ -30,7 +30,8 @@ from triptych.container.flags import RESPONSE_CACHE, mentions
 from triptych.container.manifests import ServedPipeline, check_readable, find_pipelines
 from triptych.container.progress import Executions, ProgressLog, read_executions
 from triptych.container.settings import read_settings
-from triptych.runtime.request_errors import OVERLOADED, read_step_error
+from triptych.runtime.error_messages import read_step_error
+from triptych.runtime.rejections import OVERLOADED
 
 QUESTION_FILE = "health.request"
 """File in an ensemble's folder with a request for Triton's HTTP API; the first line is JSON."""

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from triptych.base.errors import UserError
 from triptych.base.tensors import TokenRow
@@ -19,12 +19,15 @@ from triptych.core.requests import GateRequest, preview_text
 from triptych.models.info import ModelInfo
 from triptych.runtime.hooking import Hook, call_before
 from triptych.runtime.request_errors import RequestError
-from triptych.runtime.row_types import RowMaker, TextRowMaker, find_class
+from triptych.runtime.row_types import RowMaker, find_class
 from triptych.runtime.triton_io import check_parameters
 from triptych.spec.plan import core_rows_of, max_length_of, row_settings
 from triptych.spec.spec import PipelineSpec
 from triptych.spec.traffic import Lengths, TrafficRow
 from triptych.tasks.task import Task
+
+if TYPE_CHECKING:
+    from triptych.runtime.rows_text import TokenRowMaker  # Imports tokenizers.
 
 UNLIMITED = 1 << 30
 
@@ -79,8 +82,8 @@ class RequestReader:
         settings |= {"bucket_edges": [], "overflow": "truncate"}
         unlimited = {**settings, "max_length": UNLIMITED, "max_core_rows": UNLIMITED}
         try:
-            self._texts_maker: TextRowMaker = find_class(task.rows)(settings, tokenizer_folder)
-            self._untruncated: TextRowMaker = find_class(task.rows)(unlimited, tokenizer_folder)
+            self._texts_maker: TokenRowMaker = find_class(task.rows)(settings, tokenizer_folder)
+            self._untruncated: TokenRowMaker = find_class(task.rows)(unlimited, tokenizer_folder)
         except RequestError as error:
             raise UserError(
                 "tokenizer.max_length", "is too small for the task", given=error, remedy="Raise it"

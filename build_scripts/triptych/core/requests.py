@@ -22,7 +22,8 @@ import numpy as np
 from triptych.base.arrays import Array
 from triptych.base.errors import UserError
 from triptych.base.tensors import LONGEST, ROW_OFFSET, ROW_STRIDE, Tensor, TokenRow, made_by_server
-from triptych.runtime.packing import make_row_span, pack_rows
+from triptych.runtime.packing import pack_rows
+from triptych.runtime.packing_spans import make_row_span
 from triptych.runtime.row_types import RowInputs
 
 MAX_SHOWN = 80

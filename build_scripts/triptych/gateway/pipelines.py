@@ -22,13 +22,19 @@ from triptych.gateway.http import OPERATIONS, WHOLE, Operation, Shared
 from triptych.gateway.keys import CALLER
 from triptych.repository.manifest import BuildManifest, find_manifest
 from triptych.runtime.request_errors import RequestError
-from triptych.runtime.row_types import RowInputs, TextRowMaker, find_class
+from triptych.runtime.row_types import RowInputs, find_class
+from triptych.runtime.rows_text import TokenRowMaker
 from triptych.runtime.triton_io import read_settings
 
 _MAX_INLINE_BYTES = 8192
 """Maximum size of texts that are tokenized on the event loop: about a millisecond."""
 _OF_THE_OWNER = "set tokenizer.truncation to truncate in the pipeline"
 """Remedy of a text that is too long, for the owner of a pipeline that refuses it."""
+_MOVED = {
+    "rows_text.HypothesisRowMaker": "rows_hypothesis.HypothesisRowMaker",
+    "rows_text.MaskRowMaker": "rows_mask.MaskRowMaker",
+}
+"""Batch encoders by the name that they have in repositories of older builds."""
 _CHECK_S = 1.0
 """Interval of the checks for changed files of the repository, whose disk may be slow."""
 _SAME_PROMPTS = {
@@ -69,18 +75,22 @@ class PreprocessFiles:
         self.settings: Mapping[str, Any] = read_settings(folder)
         self.has_hooks = (folder / "hooks.py").is_file()
         self._folder = folder
-        self._maker: TextRowMaker | None = None
-        self._strict: TextRowMaker | None = None
+        self._maker: TokenRowMaker | None = None
+        self._strict: TokenRowMaker | None = None
         self._tokenizer: Tokenizer | None = None
         self._lock = threading.Lock()
 
-    def maker(self) -> TextRowMaker | None:
+    def maker(self) -> TokenRowMaker | None:
         """Return the batch encoder of the pipeline; None if its rows are no texts."""
         has_rows = "row_maker" in self.settings and "image" not in self.settings["inputs"]
         if self._maker is None and has_rows:
-            made: TextRowMaker = find_class(self.settings["row_maker"])(self.settings, self._folder)
-            self._maker = made
+            self._maker = self._make(self.settings)
         return self._maker
+
+    def _make(self, settings: Mapping[str, Any]) -> TokenRowMaker:
+        name = settings["row_maker"]
+        made: TokenRowMaker = find_class(_MOVED.get(name, name))(settings, self._folder)
+        return made
 
     def count(
         self, columns: Mapping[str, list[str]], parameters: Mapping[str, object]
@@ -117,7 +127,7 @@ class PreprocessFiles:
         settings = {**self.settings, "overflow": "reject"}
         with self._lock:
             if self._strict is None:
-                self._strict = find_class(settings["row_maker"])(settings, self._folder)
+                self._strict = self._make(settings)
             made = self._strict.token_rows(requests)
         errors = ((row, each) for row, each in enumerate(made) if isinstance(each, Exception))
         return next(errors, None)

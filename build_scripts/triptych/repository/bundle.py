@@ -41,7 +41,7 @@ def bundle(
 
     Args:
         steps: Version folder of each step to the definitions that it needs, such as
-            ``decode_rows.ScoreDecoder``. The module of the first one becomes ``model.py``.
+            ``decode_scores.ScoreDecoder``. The module of the first one becomes ``model.py``.
         sources: Files of modules that are not in the runtime under their own name.
 
     Raises:

@@ -17,7 +17,7 @@ from triptych.base.errors import UserError
 from triptych.base.onnx_graph import MODEL_FILE
 from triptych.base.releases import CONTEXT_MEMORY, Release, first_release, parse_release
 from triptych.base.tensors import INPUT_IDS, LONGEST, ROW_SPAN, ROW_STRIDE, Tensor
-from triptych.runtime.packing import count_slots
+from triptych.runtime.packing_spans import count_slots
 from triptych.spec.engine_plan import EnginePlan
 from triptych.spec.fields import AcceleratorOptions, CoreSettings, SessionOptions
 from triptych.spec.model_fields import CompiledSpec

@@ -31,7 +31,7 @@ from triptych.repository.config_comments import explain
 from triptych.repository.config_text import merge_config_text, own_parameters
 from triptych.repository.manifest import SAMPLES_FILE
 from triptych.repository.python_env import ENV_FILE, ENV_PARAMETER, ENV_PATH
-from triptych.runtime.decode_rows import RANGES_FILE
+from triptych.runtime.decode_embeddings import RANGES_FILE
 from triptych.runtime.hooking import FILES_FOLDER
 from triptych.runtime.own_model import ROW_TYPES, make_array
 from triptych.runtime.triton_io import SETTINGS_FILE, SETTINGS_PARAMETER
@@ -67,7 +67,7 @@ PARTS: Mapping[str, Mapping[str, str]] = {
     "tickets": {"preprocess": "in_flight.InFlight", "postprocess": "in_flight.InFlight"},
     "bucketed layout": {"preprocess": "bucketing.PaddedLayout bucketing.order_by_length"},
     "packed rows": {"preprocess": "packing.PackedLayout"},
-    "packed rows with spans": {"preprocess": "packing.SpannedLayout"},
+    "packed rows with spans": {"preprocess": "packing_spans.SpannedLayout"},
     "row lengths": {"preprocess": "counters.RowTokens"},
     "response cache": {"preprocess": "cached_options.refuse_options"},
     "lists": {"preprocess": "option_lists.read_list", "postprocess": "option_lists.read_list"},

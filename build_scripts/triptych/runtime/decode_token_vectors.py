@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from .decode_rows import RANGES_FILE, to_steps
+from .decode_embeddings import RANGES_FILE, to_steps
 from .request_errors import RequestError
 from .row_metadata import OUTSIDE
 from .row_types import Arrays, Metadata, Parameters

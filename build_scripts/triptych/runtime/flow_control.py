@@ -48,7 +48,7 @@ from typing import Any, NamedTuple
 
 from .in_flight import MARKS, REORDER_S, InFlight, Ticket
 from .learned_age import find_separating_age
-from .request_errors import Overloaded, Stopping
+from .rejections import Overloaded, Stopping
 
 AHEAD_S = 0.05
 """Seconds of work that a fast core holds: much longer than preprocess takes to hand over more."""

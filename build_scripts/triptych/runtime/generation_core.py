@@ -19,6 +19,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from .engine import Engine
+from .engine_errors import EngineDied, EngineFailed
 from .engine_queue import EngineQueue
 from .generation_messages import (
     CANCELLED,
@@ -40,14 +41,8 @@ from .generation_messages import (
 from .generation_metrics import GenerationMetrics, RequestClock
 from .in_flight import InFlight
 from .overflow import survive_overflow
-from .request_errors import (
-    EngineDied,
-    EngineFailed,
-    Overloaded,
-    RequestError,
-    StepError,
-    Stopping,
-)
+from .rejections import Overloaded, Stopping
+from .request_errors import RequestError, StepError
 from .sampling_parameters import FIELD, PRIORITY
 from .triton_io import error_response, make_private, read_inputs, read_settings
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .request_errors import HookFailure, RequestError
+from .request_errors import RequestError
 
 HOOKS_FILE = "hooks.py"
 MODULE_NAME = "triptych_hooks"
@@ -125,6 +125,14 @@ def find_hook(
 def has_parameter(function: Any, name: str) -> bool:
     """Return whether a function of the user has the parameter `name`."""
     return callable(function) and name in inspect.signature(function).parameters
+
+
+class HookFailure(RuntimeError):
+    """A hook raised an exception; `row` is the first row for which it raises alone, if one is."""
+
+    def __init__(self, text: str, row: int | None) -> None:
+        super().__init__(text)
+        self.row = row
 
 
 def call_hook(

@@ -11,11 +11,6 @@ from numpy.typing import NDArray
 
 from .row_types import make_int32
 
-MULTIPLE = 16
-"""The core rounds the longest row of a batch up to a multiple of this number of tokens. Matrix
-kernels and softmax then handle a row's keys in the same order alone and in any batch, so that its
-result has the same bits."""
-
 
 class PackedLayout:
     """Input tensors of the core from rows of token ids."""
@@ -27,13 +22,6 @@ class PackedLayout:
         """Return ``input_ids`` and ``row_offset`` of `pack_rows`."""
         ids, offset = pack_rows(rows, self._pad_token_id)
         return {"input_ids": ids, "row_offset": offset}
-
-
-class SpannedLayout(PackedLayout):
-    """Layout of a TensorRT core, which reads the length of its longest row from a tensor's size."""
-
-    def tensors(self, rows: Sequence[Sequence[int]]) -> dict[str, NDArray[np.int32]]:
-        return super().tensors(rows) | {"row_span": make_row_span([len(row) for row in rows])}
 
 
 def pack_rows(
@@ -55,17 +43,3 @@ def pack_rows(
     ids = make_int32([*chain.from_iterable(rows), *repeat(fill, count * stride - total)], stride)
     starts = accumulate(lengths[:-1], initial=0)
     return ids, make_int32([start - index * stride for index, start in enumerate(starts)])
-
-
-def count_slots(tokens: int) -> int:
-    """Return the padded length in the core of a row of `tokens` tokens."""
-    return -(-tokens // MULTIPLE) * MULTIPLE
-
-
-def make_row_span(lengths: Sequence[int]) -> NDArray[np.int32]:
-    """Return a tensor of zeros ``[n, s]`` whose size is that of the longest row, rounded up.
-
-    A TensorRT core takes the size of its padded rows from the largest such tensor of a batch.
-    """
-    longest = count_slots(max(1, *lengths))
-    return np.zeros((len(lengths), -(-longest // len(lengths))), np.int32)

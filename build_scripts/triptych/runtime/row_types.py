@@ -20,7 +20,7 @@ Metadata = Sequence[Any]
 
 
 def find_class(name: str) -> Any:
-    """Return a class of this package by module and name, such as ``decode_rows.MaskDecoder``."""
+    """Return a class of this package by module and name, such as ``decode_masks.MaskDecoder``."""
     module, _, class_name = name.partition(".")
     return getattr(import_module(f".{module}", __package__), class_name)
 
@@ -82,20 +82,6 @@ class RowMaker(Protocol):
 
     def make(self, requests: Sequence[RowInputs]) -> list[CoreRows | Exception]:
         """Return the core's tensors of each request, or its error."""
-        ...
-
-
-class TextRowMaker(RowMaker, Protocol):
-    """Batch encoder whose rows consist of tokens."""
-
-    max_length: int
-    """Maximum number of tokens of a model row."""
-
-    tokenizer: Any
-    """A `tokenizers.Tokenizer`."""
-
-    def token_rows(self, requests: Sequence[RowInputs]) -> list[list[Row] | Exception]:
-        """Return the model rows of each request, or its error."""
         ...
 
 

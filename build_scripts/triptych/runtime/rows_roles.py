@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .request_errors import RequestError
-from .row_metadata import OUTSIDE, WORD_START, RowMetadata, pack_metadata, unpack_metadata
+from .row_metadata import OUTSIDE, WORD_START, RowMetadata, pack_metadata
 from .row_types import CoreRows, Row, RowInputs, make_int32
 from .rows_text import PlainTextRowMaker
 
@@ -53,39 +53,6 @@ class RoleRowMaker(PlainTextRowMaker):
                 [row.attended or len(row.ids) for row in rows]
             )
         return made
-
-
-class QueryPassageRowMaker(RoleRowMaker):
-    """Row maker of queries and passages: a row for each different query, then one each passage."""
-
-    def token_rows(self, requests: Sequence[RowInputs]) -> list[list[Row] | Exception]:
-        parts = []
-        for request in requests:
-            queries = [*dict.fromkeys(request.columns["text"])]
-            parts += [
-                RowInputs({"text": queries}, {"role": "query"}),
-                RowInputs({"text": request.columns["text_pair"]}, {"role": "document"}),
-            ]
-        made = super().token_rows(parts)
-        pairs = zip(requests, made[::2], made[1::2], strict=True)
-        return [_joined(request, queries, passages) for request, queries, passages in pairs]
-
-
-def _joined(
-    request: RowInputs, queries: list[Row] | Exception, passages: list[Row] | Exception
-) -> list[Row] | Exception:
-    """Return the rows of a request; `RowMetadata.row` is that of a passage's query, else -1."""
-    if isinstance(queries, Exception):
-        return queries
-    if isinstance(passages, Exception):
-        return passages
-    texts = request.columns["text"]
-    index = {text: place for place, text in enumerate(dict.fromkeys(texts))}
-    places = [*[-1] * len(index), *(index[text] for text in texts)]
-    return [
-        row._replace(metadata=pack_metadata(unpack_metadata(row.metadata)._replace(row=place)))
-        for row, place in zip([*queries, *passages], places, strict=True)
-    ]
 
 
 def _of_role(rows: list[Row] | Exception, role: Mapping[str, Any]) -> list[Row] | Exception:

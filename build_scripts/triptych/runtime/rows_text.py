@@ -37,7 +37,9 @@ class TokenRowMaker(ABC):
         self.max_core_rows: int = settings["max_core_rows"]
         layout = "bucketing.PaddedLayout"
         if settings.get("layout") == "packed":
-            layout = "packing.SpannedLayout" if settings.get("row_span") else "packing.PackedLayout"
+            layout = "packing.PackedLayout"
+            if settings.get("row_span"):
+                layout = "packing_spans.SpannedLayout"
         self._layout = find_class(layout)(settings)
         self.segments: bool = settings["segments"]
         self.prompt_end_ids: list[int] | None = settings.get("prompt_end_ids")
@@ -220,70 +222,3 @@ class PlainTextRowMaker(TokenRowMaker):
     def token_rows(self, requests: Sequence[RowInputs]) -> list[list[Row] | Exception]:
         made = super().token_rows(requests)
         return made if self._prompts is None else self._prompts.mark(requests, made)
-
-
-class MaskRowMaker(TokenRowMaker):
-    def inputs(self, request: RowInputs) -> list[Input]:
-        return list(request.columns["text"])
-
-    def finish(self, inputs: Sequence[Input], encodings: Sequence[Any]) -> list[Row]:
-        mask, mask_id = self.settings["mask_token"], self.settings["mask_token_id"]
-        for number, encoding in enumerate(encodings):
-            masks = encoding.ids.count(mask_id)
-            if masks != 1:
-                raise RequestError(
-                    "text",
-                    f"must have exactly one {mask} within its first {self.max_length} tokens",
-                    f"{masks} of them",
-                    f"Write {mask} in place of the word to be filled in",
-                    number,
-                )
-        return super().finish(inputs, encodings)
-
-
-class HypothesisRowMaker(TokenRowMaker):
-    """Row maker of pairs of a text and a hypothesis, for each text and label."""
-
-    strategy = "only_first"
-
-    def inputs(self, request: RowInputs) -> list[Input]:
-        for number, text in enumerate(request.columns["text"]):
-            if not text:  # transformers also rejects empty texts, but not blank ones
-                raise RequestError("text", "must not be empty", "''", "Send a text", number)
-        labels = request.parameters.get("candidate_labels")
-        if not labels:
-            raise RequestError(
-                "parameter candidate_labels",
-                "must name the labels to choose from",
-                "",
-                'Send a JSON list such as ["a", "b"]',
-            )
-        template: str = request.parameters["hypothesis_template"]
-        # transformers reads a doubled brace as one.
-        if "{}" not in template or "{{" in template or "}}" in template:
-            raise RequestError(
-                "parameter hypothesis_template",
-                "must have {} in place of the label, and no {{ or }}",
-                repr(template)[:80],
-                "Write for example 'This text is about {}.'",
-            )
-        texts = request.columns["text"]
-        if len(texts) * len(labels) > self.max_core_rows:
-            raise RequestError(
-                "parameter candidate_labels",
-                f"must need at most {self.max_core_rows} rows of the model for all texts",
-                f"{len(texts)} texts x {len(labels)} labels",
-                "Send fewer texts or labels, or raise core.max_batch_size in the pipeline",
-            )
-        limit: int = self.settings["max_text_bytes"]
-        slots = template.count("{}")
-        longest = max(len(template) + slots * len(label) for label in labels)
-        if longest > limit:
-            raise RequestError(
-                "parameter candidate_labels and hypothesis_template",
-                f"must make hypotheses of at most {limit} characters",
-                f"a hypothesis of {longest} characters",
-                "Shorten the labels or the template",
-            )
-        hypotheses = [template.replace("{}", label) for label in labels]
-        return [(text, hypothesis) for text in texts for hypothesis in hypotheses]

@@ -125,7 +125,7 @@ def custom_task(custom: Custom) -> Task:
         rows="rows_spans.OffsetRowMaker"
         if custom.head_input == "tokens"
         else "rows_text.PlainTextRowMaker",
-        decode="decode_rows.CustomDecoder",
+        decode="decode_custom.CustomDecoder",
         pairs=pairs,
         core=core,
         metrics=METRICS[custom.core_output],

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from triptych.base.tensors import INPUT_IDS, LONGEST, ROW_SPAN, ROW_STRIDE, Tensor
 from triptych.models.info import ModelInfo
-from triptych.runtime.packing import count_slots
+from triptych.runtime.packing_spans import count_slots
 from triptych.spec.model_fields import CompiledSpec
 from triptych.spec.traffic import Lengths
 

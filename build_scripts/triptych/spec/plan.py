@@ -28,7 +28,7 @@ from triptych.base.tensors import (
 from triptych.container.serving_machine import ServingMachine, parse_machine
 from triptych.models.info import ModelInfo, OwnStage
 from triptych.runtime.hooking import FORWARDED_PREFIX
-from triptych.runtime.packing import count_slots
+from triptych.runtime.packing_spans import count_slots
 from triptych.spec.backends import BACKENDS, CoreBackend
 from triptych.spec.engine_plan import (
     USUAL_HEAD_SIZE,

@@ -9,7 +9,7 @@ from functools import partial
 from triptych.base.errors import UserError
 from triptych.base.tensors import Tensor
 from triptych.models.info import ModelInfo
-from triptych.runtime.decode_rows import THRESHOLD
+from triptych.runtime.decode_classes import THRESHOLD
 from triptych.tasks.compare import compare_labels
 from triptych.tasks.task import Core, Parameters, Reads, Rule, Task, View
 
@@ -19,7 +19,7 @@ MAX_TOP_K = 64
 
 CHOICES = (Tensor("label", "BYTES", ("choices",)), Tensor("score", "FP32", ("choices",)))
 BEST_CHOICES = View("choices", asks={"top_k": 5})
-CLASS_DECODER = "decode_rows.ClassDecoder"
+CLASS_DECODER = "decode_classes.ClassDecoder"
 SEQUENCE_CLASSIFIER = "AutoModelForSequenceClassification"
 
 

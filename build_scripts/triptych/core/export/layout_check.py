@@ -29,7 +29,7 @@ from triptych.core.export.packing import (
     takes,
 )
 from triptych.models.info import ModelInfo
-from triptych.runtime.packing import MULTIPLE, count_slots
+from triptych.runtime.packing_spans import MULTIPLE, count_slots
 from triptych.tasks.heads import (
     ROW_READINGS,
     LogitsReader,

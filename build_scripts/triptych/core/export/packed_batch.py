@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from triptych.core.export.row_ops import gather
-from triptych.runtime.packing import MULTIPLE
+from triptych.runtime.packing_spans import MULTIPLE
 
 
 class PackedBatch:

@@ -13,7 +13,7 @@ import numpy as np
 
 from triptych.base.onnx_graph import drop_unused, set_nodes
 from triptych.base.tensors import LONGEST, Tensor
-from triptych.runtime.packing import MULTIPLE
+from triptych.runtime.packing_spans import MULTIPLE
 
 if TYPE_CHECKING:
     import onnx

@@ -15,11 +15,11 @@ from triptych.core.gate.reference import reference_of
 from triptych.core.inputs import PipelineInputs
 from triptych.core.requests import hash_inputs, hash_rows, rows_of
 from triptych.repository.render import Ranges
-from triptych.runtime.decode_rows import RANGES_FILE, to_unit_length
+from triptych.runtime.decode_embeddings import RANGES_FILE, to_unit_length
 from triptych.runtime.row_metadata import OUTSIDE, unpack_metadata
 from triptych.tasks.catalog import multi_vector_embedding, text_embedding
 
-CODE = ("core/gate/ranges.py", "core/gate/reference.py", "runtime/decode_rows.py")
+CODE = ("core/gate/ranges.py", "core/gate/reference.py", "runtime/decode_embeddings.py")
 MULTIPLE = 128
 """Multiples of this number are sizes of vectors, as well as powers of two."""
 

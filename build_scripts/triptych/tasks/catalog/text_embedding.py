@@ -48,7 +48,7 @@ TASK = Task(
         Tensor("embedding_uint8", "UINT8", ("bytes",), optional=True),
     ),
     rows="rows_text.PlainTextRowMaker",
-    decode="decode_rows.EmbeddingDecoder",
+    decode="decode_embeddings.EmbeddingDecoder",
     core=_core,
     metrics=(*COSINES, *NEIGHBORS, SIMILARITY_RANK_CORRELATION),
     compare_outputs=compare_vectors,
