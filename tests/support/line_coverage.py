@@ -2,14 +2,13 @@
 
 As a plugin of pytest (``-p line_coverage``) it records in the processes of pytest and prints the
 report at the end. `child_coverage/sitecustomize.py` records in all other Python processes as well:
-commands, and steps of a tritonserver, whose files are parts of `runtime/`. A process that is
+commands, and steps of a tritonserver, whose files are modules of `runtime/`. A process that is
 killed, or that starts without PYTHONPATH, is not recorded.
 """
 
 import ast
 import atexit
 import contextlib
-import difflib
 import json
 import os
 import secrets
@@ -41,17 +40,6 @@ def find_module(file: Path | str) -> str | None:
         return path.relative_to(PACKAGE).as_posix()
     is_step = path.parent.name == "1" and (PACKAGE / "runtime" / path.name).is_file()
     return f"runtime/{path.name}" if is_step else None
-
-
-def find_lines(path: Path, module: str, lines: Iterable[int]) -> set[int]:
-    """Return the line numbers in a module's source of lines of `path`, which has parts of it."""
-    source = PACKAGE / module
-    if path == source or not path.is_file() or not source.is_file():
-        return set(lines)
-    copied, whole = (file.read_text(encoding="utf-8").splitlines() for file in (path, source))
-    matches = difflib.SequenceMatcher(None, copied, whole, autojunk=False).get_matching_blocks()
-    numbers = {a + i + 1: b + i + 1 for a, b, size in matches for i in range(size)}
-    return {numbers[line] for line in lines if line in numbers}
 
 
 class PackageFiles(slipcover.FileMatcher):  # type: ignore[misc]
@@ -87,8 +75,7 @@ def save() -> None:
     lines: dict[str, set[int]] = defaultdict(set)
     for file, found in _recorders[0].get_coverage()["files"].items():
         path = Path(file).resolve()
-        module = find_module(path) or ""
-        lines[module] |= find_lines(path, module, found["executed_lines"])
+        lines[find_module(path) or ""] |= set(found["executed_lines"])
     FOLDER.mkdir(parents=True, exist_ok=True)
     text = json.dumps({module: sorted(numbers) for module, numbers in lines.items()})
     (FOLDER / f"{os.getpid()}-{secrets.token_hex(4)}.json").write_text(text)

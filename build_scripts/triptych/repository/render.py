@@ -54,35 +54,34 @@ BATCH_TOKENS_HIDDEN = 768
 number of layers, the cost of a token also on more than the width. In narrower models a batch costs
 as much as more tokens (MiniLM with 384, by the rates of sbert.net: 1,460)."""
 PARTS: Mapping[str, Mapping[str, str]] = {
-    "hooks": {"preprocess": "hooking.find_before", "postprocess": "hooking.find_after"},
-    "forwarded inputs": {"preprocess": "hooking.make_forwarded"},
+    "hooks": {"preprocess": "hooking", "postprocess": "hooking"},
+    "forwarded inputs": {"preprocess": "hooking"},
     "flow control": {
-        "preprocess": "flow_control.FlowControl",
-        "postprocess": "in_flight.InFlight",
+        "preprocess": "flow_control",
+        "postprocess": "in_flight",
     },
     "samples": {
-        "preprocess": "sampling.RowSampler",
-        "postprocess": "sample_writer.SampleWriter",
+        "preprocess": "sampling",
+        "postprocess": "sample_writer",
     },
-    "tickets": {"preprocess": "in_flight.InFlight", "postprocess": "in_flight.InFlight"},
-    "bucketed layout": {"preprocess": "bucketing.PaddedLayout bucketing.order_by_length"},
-    "packed rows": {"preprocess": "packing.PackedLayout"},
-    "packed rows with spans": {"preprocess": "packing_spans.SpannedLayout"},
-    "row lengths": {"preprocess": "counters.RowTokens"},
-    "response cache": {"preprocess": "cached_options.refuse_options"},
-    "lists": {"preprocess": "option_lists.read_list", "postprocess": "option_lists.read_list"},
+    "tickets": {"preprocess": "in_flight", "postprocess": "in_flight"},
+    "bucketed layout": {"preprocess": "bucketing"},
+    "packed rows": {"preprocess": "packing"},
+    "packed rows with spans": {"preprocess": "packing_spans"},
+    "row lengths": {"preprocess": "counters"},
+    "response cache": {"preprocess": "cached_options"},
+    "lists": {"preprocess": "option_lists", "postprocess": "option_lists"},
     "free dimensions": {
-        "preprocess": "overflow.survive_overflow",
-        "postprocess": "overflow.survive_overflow",
+        "preprocess": "overflow",
+        "postprocess": "overflow",
     },
-    "prompts": {"preprocess": "text_prompts.TextPrompts"},
-    "results of tokens": {"postprocess": "row_metadata.unpack_rows"},
-    "pairs": {"preprocess": "rows_pairs.PairEncoder"},
-    "row metadata": {"postprocess": "row_metadata.unpack_metadata"},
-    "own inputs": {"preprocess": "own_model.OwnInputs"},
+    "prompts": {"preprocess": "text_prompts"},
+    "results of tokens": {"postprocess": "row_metadata"},
+    "pairs": {"preprocess": "rows_pairs"},
+    "row metadata": {"postprocess": "row_metadata"},
+    "own inputs": {"preprocess": "own_model"},
 }
-"""Definitions of the runtime, separated by spaces, that a step imports by name where its pipeline
-uses them."""
+"""Modules of the runtime that a step imports by name where its pipeline uses them."""
 _SETTING = re.compile(r'settings(?:\.get\(|\[)"(\w+)"|"(\w+)" in settings')
 Content = bytes | Path | Link
 """Content of a file: its bytes, the file to copy, or a link to another file of the repository."""
@@ -358,7 +357,7 @@ def _step_settings(plan: Plan, stage: OwnStage) -> dict[str, object]:
 def step_roots(
     task: Task, parts: Iterable[str], between: Sequence[str] = ()
 ) -> dict[str, list[str]]:
-    """Return the definitions of the runtime that each Python step needs, for `bundle`.
+    """Return the modules of the runtime that each Python step needs, for `bundle`.
 
     Args:
         task: Task of the pipeline.
@@ -366,16 +365,16 @@ def step_roots(
         between: Names of the steps between models.
     """
     roots = {
-        "preprocess": ["preprocess.TritonPythonModel", task.rows],
-        "postprocess": ["postprocess.TritonPythonModel", task.decode],
+        "preprocess": ["preprocess", task.rows.partition(".")[0]],
+        "postprocess": ["postprocess", task.decode.partition(".")[0]],
     }
     of_task = [("pairs", task.pairs), ("row metadata", task.has_row_metadata)]
     for name in [*parts, *(name for name, is_used in of_task if is_used)]:
         for step, used in PARTS[name].items():
-            roots[step] += used.split()
+            roots[step].append(used)
     # A step between models has the parts of postprocess, and another decoder.
     main, _, *rest = roots["postprocess"]
-    return roots | {name: [main, "own_step.OwnStep", *rest] for name in between}
+    return roots | {name: [main, "own_step", *rest] for name in between}
 
 
 def _python_files(

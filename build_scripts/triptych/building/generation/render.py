@@ -173,8 +173,8 @@ def render_generation(inputs: GeneratingInputs) -> dict[str, Content]:
     files |= {f"{name}/{version}/.keep": b"" for version in spec.serving.versions}
     files[f"{name}/{PROMPT_FILE}"] = _health_request(inputs)
     engine_module = ENGINES[spec.core.backend]
-    roots = {which: [f"generation_{which}.TritonPythonModel"] for which in settings}
-    roots["core"].append("engine.Engine")
+    roots = {which: [f"generation_{which}"] for which in settings}
+    roots["core"].append("engine")
     files |= bundle(
         {f"{step(which)}/1": own for which, own in roots.items()},
         {"engine": RUNTIME / engine_module.file},
