@@ -1,8 +1,8 @@
 """Suites and clients of others, unchanged, against a gateway; pytest collects them here.
 
 ``python gateway_suites.py ADDRESS KIND`` runs in an environment of `gateway_clients.txt`, with the
-pipelines of the gateway's tests. KIND is ``texts``, or ``chat`` for those that generate text. The
-addresses of HTTP and gRPC of a Triton server with ``texts`` follow.
+pipelines of the gateway's tests. KIND is ``texts``, or ``chat`` for a model that generates text and
+calls tools. The addresses of HTTP and gRPC of a Triton server with ``texts`` follow.
 """
 
 import inspect
@@ -30,32 +30,31 @@ from llama_index.core.tools import FunctionTool
 from llama_index.embeddings.openai_like import OpenAILikeEmbedding
 from llama_index.embeddings.text_embeddings_inference import TextEmbeddingsInference
 from llama_index.llms.openai_like import OpenAILike
+from pydantic import BaseModel
 
 KEY = "none"
 ADDRESS = os.environ.get("GATEWAY_ADDRESS", "")
 API = f"{ADDRESS}/v1"
 TRITON = os.environ.get("TRITON_ADDRESSES", " ").split(" ")
 TEXTS = ["my delivery is late", "refunds take a week", "where is my parcel?"]
-NO_CALLS = "the engine of the tests repeats the prompt and calls no tool"
-NO_SCHEMA = "the engine of the tests follows no schema, and the gateway says so"
-TOO_LONG = "its prompt is longer than the 511 tokens of the model of the tests"
-EXPECTED: dict[str, str] = {
-    **dict.fromkeys(
+TOOLS: Any = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", **fields}}}
+    for name, fields in (
         (
-            *("test_agent_loop", "test_bind_runnables_as_tools", "test_tool_calling"),
-            *("test_tool_calling_async", "test_tool_calling_with_no_arguments"),
-            "test_unicode_tool_call_integration",
+            "get_weather",
+            {"properties": {"location": {"type": "string"}}, "required": ["location"]},
         ),
-        NO_CALLS,
-    ),
-    **dict.fromkeys(
         (
-            *("test_structured_output", "test_structured_output_async", "test_tool_choice"),
-            *("test_structured_output_optional_param", "test_structured_output_pydantic_2_v1"),
+            "add",
+            {
+                "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+                "required": ["a", "b"],
+            },
         ),
-        NO_SCHEMA,
-    ),
-    "test_structured_few_shot_examples": TOO_LONG,
+    )
+]
+EXPECTED = {
+    "test_json_mode": "the model is too small to write the keys for which the question asks"
 }
 """Reasons of the tests of langchain-tests that must fail."""
 
@@ -71,20 +70,18 @@ class TestLangChainEmbeddingsTexts(EmbeddingsIntegrationTests):  # type: ignore[
 class TestLangChainChat(ChatModelIntegrationTests):  # type: ignore[misc]
     chat_model_class = ChatOpenAI
     chat_model_params = {  # noqa: RUF012
-        **{"model": "quick", "base_url": API, "api_key": KEY},
-        **{"max_tokens": 16, "stream_usage": True},
+        **{"model": "chat", "base_url": API, "api_key": KEY, "temperature": 0},
+        # Without the penalty, this model repeats itself without an end.
+        **{"max_tokens": 200, "stream_usage": True, "frequency_penalty": 1},
     }
-    model_override_value = "slow"
+    model_override_value = "chat"
     has_tool_choice = True
-    supports_json_mode = False
+    supports_json_mode = True
 
 
-def test_langchain_chat_sends_what_structured_output_needs() -> None:
-    model = ChatOpenAI(model="quick", base_url=API, api_key=KEY, max_tokens=20)
-    schema = {"title": "find", "type": "object", "properties": {"id": {"type": "integer"}}}
-    for method in ("function_calling", "json_schema", "json_mode"):
-        with pytest.raises(openai.BadRequestError, match="json_schema"):
-            model.with_structured_output(schema, method=method).invoke("JSON of 7")
+class City(BaseModel):
+    name: str
+    country: str
 
 
 def vectors() -> Any:
@@ -219,35 +216,75 @@ def test_the_client_of_cohere_embeds() -> None:
 def test_clients_of_chat() -> None:
     client = openai.OpenAI(base_url=API, api_key=KEY)
     messages: list[Any] = [{"role": "user", "content": "Hello"}]
-    said = client.chat.completions.create(model="quick", messages=messages, max_tokens=20)
+    said = client.chat.completions.create(model="chat", messages=messages, max_tokens=20)
     text = said.choices[0].message.content
     assert text
     messages.append(said.choices[0].message.model_dump())
-    assert client.chat.completions.create(model="quick", messages=messages).choices
-    words: Any = {"model": "openai/quick", "api_base": API, "api_key": KEY, "max_tokens": 20}
+    assert client.chat.completions.create(model="chat", messages=messages).choices
+    words: Any = {"model": "openai/chat", "api_base": API, "api_key": KEY, "max_tokens": 20}
     asked = [{"role": "user", "content": "Hello"}]
     assert litellm.completion(messages=asked, **words).choices[0].message.content == text
     parts = litellm.completion(messages=asked, stream=True, **words)
     assert "".join(part.choices[0].delta.content or "" for part in parts) == text
-    words["model"] = "text-completion-openai/quick"
+    words["model"] = "text-completion-openai/chat"
     assert litellm.text_completion(prompt="Hello", **words).choices[0].text
     llama = OpenAILike(
-        **{"model": "quick", "api_base": API, "api_key": KEY, "max_tokens": 20},
+        **{"model": "chat", "api_base": API, "api_key": KEY, "max_tokens": 20},
         **{"is_chat_model": True, "is_function_calling_model": True},
     )
     question = LlamaMessage(role="user", content="Hello")
     assert llama.chat([question]).message.content == text
     assert list(llama.stream_chat([question]))[-1].message.content == text
     assert llama.complete("Hello").text == text
-    tool = FunctionTool.from_defaults(fn=lambda id: id, name="find", description="Find it.")
-    assert llama.chat_with_tools([tool], user_msg="Find 7").message.content
+    tool = FunctionTool.from_defaults(fn=lambda a, b: a + b, name="add", description="Add.")
+    called = llama.chat_with_tools([tool], user_msg="What is add(3, 4)?", tool_required=True)
+    (call,) = llama.get_tool_calls_from_response(called)
+    assert (call.tool_name, set(call.tool_kwargs)) == ("add", {"a", "b"})
     haystack = OpenAIChatGenerator(
         api_key=Secret.from_token(KEY),
-        model="quick",
+        model="chat",
         api_base_url=API,
         generation_kwargs={"max_tokens": 20},
     )
     assert haystack.run([ChatMessage.from_user("Hello")])["replies"][0].text == text
+
+
+def test_openai_calls_tools_in_chat() -> None:
+    client = openai.OpenAI(base_url=API, api_key=KEY, max_retries=0)
+    weather: dict[str, Any] = {
+        **{"model": "chat", "temperature": 0, "max_tokens": 60, "tools": TOOLS},
+        "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
+    }
+    add = {"type": "function", "function": {"name": "add"}}
+    called: list[Any] = []
+    for choice, name in (("auto", "get_weather"), ("required", "get_weather"), (add, "add")):
+        made = client.chat.completions.create(**weather, tool_choice=choice).choices[0]
+        with client.chat.completions.stream(**weather, tool_choice=choice) as stream:
+            streamed = stream.get_final_completion().choices[0]
+        for each in (made, streamed):
+            (call,) = each.message.tool_calls
+            assert (each.finish_reason, call.function.name) == ("tool_calls", name)
+            assert not each.message.content
+            called.append(json.loads(call.function.arguments))
+    assert called[:4] == [{"location": "Paris"}] * 4
+    assert called[4] == called[5]
+    assert all(isinstance(called[4][each], int) for each in ("a", "b"))
+    plain = client.chat.completions.create(**weather, tool_choice="none").choices[0].message
+    assert plain.content
+    assert not plain.tool_calls
+    made = client.chat.completions.create(**weather).choices[0].message
+    result = {"role": "tool", "tool_call_id": made.tool_calls[0].id, "content": "It is sunny."}
+    weather["messages"] += [made.model_dump(), result]
+    assert client.chat.completions.create(**weather).choices[0].finish_reason == "stop"
+    asked: dict[str, Any] = {
+        **{"model": "chat", "temperature": 0, "max_tokens": 60},
+        "messages": [{"role": "user", "content": "Paris is the capital of France."}],
+    }
+    parsed = client.chat.completions.parse(**asked, response_format=City).choices[0].message.parsed
+    assert isinstance(parsed, City)
+    tool = openai.pydantic_function_tool(City)
+    made = client.chat.completions.parse(**asked, tools=[tool], tool_choice="required")
+    assert isinstance(made.choices[0].message.tool_calls[0].function.parsed_arguments, City)
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:

@@ -1,13 +1,15 @@
-"""Two small pipelines of the fake engine, and what the metrics page tells of them."""
+"""Two small pipelines of the fake engine, what the metrics page tells of them, and a real one."""
 
+import os
 import re
+import shutil
 import time
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 from builds import build
-from conftest import quiet
+from conftest import ROOT, quiet
 from generation_cases import TEXTS, write_adapter, write_pipeline, write_tiny_model
 from triptych.building.generation.inputs import read_generation
 from triptych.serving.server import Server
@@ -15,6 +17,42 @@ from triptych.spec.generation_fields import load_generation_spec
 
 LONG = TEXTS[0] * 4
 DEADLINE_S = 120.0
+CALLS = """\
+{%- if tools %}
+{{ '<|im_start|>system
+Call a function as <tool_call>{"name": FUNCTION, "arguments": OBJECT}</tool_call>.<|im_end|>
+<|im_start|>user
+get_height(mountain)
+How high is Mount Everest?<|im_end|>
+<|im_start|>assistant
+<tool_call>{"name": "get_height", "arguments": {"mountain": "Mount Everest"}}</tool_call><|im_end|>
+<|im_start|>user
+add(a, b)
+What is add(7, 5)? Use the tool.<|im_end|>
+<|im_start|>assistant
+<tool_call>{"name": "add", "arguments": {"a": 7, "b": 5}}</tool_call><|im_end|>
+' }}
+{%- endif %}
+{%- for message in messages %}
+{{ '<|im_start|>' + message.role + '
+' }}
+{%- if tools and loop.last and message.role == 'user' %}
+{%- for tool in tools %}
+{{ tool.function.name + '(' + ((tool.function.parameters or {}).properties or {}) | join(', ') + ')
+' }}
+{%- endfor %}
+{%- endif %}
+{{- message.content or '' }}
+{%- for call in message.tool_calls %}
+{{ '<tool_call>' + call.function | tojson + '</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>
+' }}
+{%- endfor %}
+{{- '<|im_start|>assistant
+' }}
+"""
+"""Template that shows SmolLM2 two calls, because it was not trained to call tools."""
 PROMISE = ("serving.slo.ttft_p99=120ms", "serving.slo.itl_p99=250ms", "serving.slo.e2e_p50=2s")
 
 
@@ -31,6 +69,19 @@ def build_both(base: Path) -> Path:
         inputs = read_generation(load_generation_spec(folder, promised), quiet)
         build(inputs, base / "repository", quiet)
         assert not build(inputs, base / "repository", quiet).changed
+    return base / "repository"
+
+
+def build_caller(base: Path) -> Path:
+    """The repository with the example `chat`, whose chat template is `CALLS`."""
+    folder, model = base / "chat", base / "model"
+    shutil.copytree(ROOT / "pipelines/chat", folder)
+    weights = read_generation(load_generation_spec(folder), quiet).weights
+    shutil.copytree(weights, model, copy_function=os.symlink)
+    (model / "chat_template.jinja").unlink()
+    (model / "chat_template.jinja").write_text(CALLS)
+    inputs = read_generation(load_generation_spec(folder, [f"model.source={model}"]), quiet)
+    build(inputs, base / "repository", quiet)
     return base / "repository"
 
 
