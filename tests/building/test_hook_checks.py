@@ -143,14 +143,6 @@ def test_the_generated_tests_allow_outputs_that_after_adds(folder: Path) -> None
     assert check_pipeline(load_spec(folder))[-1].severity == "error"
 
 
-def test_the_environment_of_the_demo_can_test_hooks() -> None:
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert re.search(r"(?m)^build = \[\n(  .*\n)*  \"pytest>=", text)
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert re.search(r"(?m)^demo: install ", makefile)
-    assert '--editable ".[build,' in makefile.partition("\nsetup:")[0]
-
-
 def test_tests_may_be_missing_and_not_empty(folder: Path) -> None:
     # Settings of other tests further up do not count.
     (folder.parent / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")

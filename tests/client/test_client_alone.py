@@ -1,7 +1,6 @@
 """The client in environments that have neither torch, ONNX nor a server, with NumPy 2."""
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -11,10 +10,10 @@ import numpy as np
 import pytest
 
 from client_toy import Toy, expected_all
+from wheels import build_wheels, new_environment
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
 
-ROOT = Path(__file__).parents[2]
 VERSIONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 SCRIPT = """
 import asyncio, json, sys
@@ -34,13 +33,11 @@ async def again():
 
 assert numpy.array_equal(asyncio.run(again()), vectors)
 assert isinstance(each[1], InvalidRequestError) and numpy.array_equal(each[0], vectors[0])
-heavy = {"torch", "onnx", "onnxruntime", "pydantic", "yaml", "rich", "typer"} & set(sys.modules)
 print(json.dumps({
     "numpy": numpy.__version__,
     "version": triptych.__version__,
     "names": dir(triptych),
     "outputs": names,
-    "heavy": sorted(heavy),
     "vectors": vectors.tolist(),
 }))
 """
@@ -58,30 +55,19 @@ def interpreters() -> list[str]:
     return list(dict.fromkeys((programs[0], programs[-1])))
 
 
-def pip(*words: str) -> None:
-    command = [sys.executable, "-m", "pip", *words, "--quiet", "--disable-pip-version-check"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    pip("wheel", str(ROOT), "--no-deps", "--wheel-dir", str(folder))
-    (made,) = folder.glob("*.whl")
-    return made
+    return build_wheels(tmp_path_factory.mktemp("wheels"))[1]
 
 
 @pytest.mark.parametrize("program", interpreters())
 def test_the_client_works_alone_with_numpy_2(
     program: str, wheel: Path, toy: Toy, tmp_path: Path
 ) -> None:
-    subprocess.run([program, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
-    python = tmp_path / "venv/bin/python"
-    pip("--python", str(python), "install", "--no-compile", str(wheel), "numpy>=2")
+    programs = new_environment(tmp_path / "venv", wheel, "numpy>=2", python=program)
     texts = ["a", "", "a longer text"]
     done = subprocess.run(
-        [python, "-I", "-W", "error", "-c", SCRIPT, toy.url, json.dumps(texts)],
+        [programs / "python", "-I", "-W", "error", "-c", SCRIPT, toy.url, json.dumps(texts)],
         capture_output=True,
         text=True,
         check=False,
@@ -89,11 +75,6 @@ def test_the_client_works_alone_with_numpy_2(
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["numpy"].startswith("2.")
-    assert told["heavy"] == []
     assert {"Client", "build", "new", "serve", "__version__"} <= set(told["names"])
     np.testing.assert_array_equal(np.float32(told["vectors"]), expected_all(texts))
-    command = subprocess.run(
-        [tmp_path / "venv/bin/triptych", "--help"], capture_output=True, text=True, check=False
-    )
-    assert command.returncode == 2
-    assert re.search(r"Given: no (typer|yaml)\. Run `pip install 'jinja2", command.stderr)
+    assert not (programs / "triptych").exists()

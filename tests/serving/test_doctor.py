@@ -16,6 +16,7 @@ from conftest import ROOT
 from mistakes import refusal
 from rights import without_rights
 from triptych.base.errors import Finding, UserError
+from triptych.base.extras import BASE
 from triptych.serving.doctor import (
     GpuSummary,
     MachineInfo,
@@ -44,8 +45,7 @@ PLATFORM = Platform(
     numpy_version="1.26.4",
 )
 EXTRAS = {
-    "build": {"torch": "2.13.0+cpu", "transformers": "5.23.0", "onnx": "1.23.2"},
-    "local": {"nvidia-pytriton": "0.7.0", "onnxruntime": "1.31.1"},
+    BASE: {"torch": "2.13.0+cpu", "transformers": "5.23.0", "nvidia-pytriton": "0.7.0"},
     "openvino": {"openvino": "2026.3.0"},
 }
 MACHINE = MachineInfo(
@@ -59,7 +59,7 @@ MACHINE = MachineInfo(
     shm_path=Path("/dev/shm"),
     shm_free_bytes=1024 * MIB,
     extras=EXTRAS,
-    torch_pin="2.13.0",
+    untested={},
     gpus=(GpuSummary("NVIDIA L4", 23034, (8, 9)),),
     driver="595.10",
     tensorrt="11.2.1",
@@ -104,8 +104,7 @@ def broken_machine(case: dict[str, Any]) -> MachineInfo:
         for name, value in case.get("platform", {}).items()
     }
     facts["platform"] = replace(PLATFORM, **platform)
-    changed = case.get("extras", {})
-    facts["extras"] = {name: {**EXTRAS[name], **changed.get(name, {})} for name in EXTRAS}
+    facts["extras"] = {**EXTRAS, BASE: {**EXTRAS[BASE], **case.get("packages", {})}}
     return replace(MACHINE, **facts)
 
 
@@ -125,9 +124,9 @@ def test_one_broken_fact_gives_its_finding() -> None:
 
 def test_missing_packages_are_told_by_their_cause() -> None:
     found = {finding.id: finding for finding in unwell(replace(MACHINE, extras={}))}
-    assert set(found) == {"package", *(f"extra-{name}" for name in EXTRAS)}
+    assert set(found) == {"package", "extra-openvino"}
     assert (found["package"].severity, found["package"].given) == ("error", "not installed")
-    assert "pip install -e ." in found["package"].remedy
+    assert "wheels" in found["package"].remedy
     # A missing wheel is told before its missing stubs.
     platform = replace(PLATFORM, stub_versions=())
     ids = [finding.id for finding in unwell(replace(MACHINE, platform=platform))]
@@ -154,7 +153,8 @@ def test_this_machine_can_serve_and_what_is_taken_or_missing_is_seen(tmp_path: P
     by_id = {finding.id: finding for finding in findings}
     assert by_id["python-version"].given == f"Python {'.'.join(map(str, sys.version_info[:2]))}"
     assert by_id["port-grpc"].given == "any free one"
-    assert "torch" in by_id["extra-build"].given
+    assert by_id["package"].given == "installed"
+    assert by_id["tested-versions"].remedy == ""
     for requirement in REQUIREMENTS:
         assert by_id[requirement.id].remedy == ""
     with socket.create_server(("127.0.0.1", 0)) as taken:

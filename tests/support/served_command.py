@@ -13,15 +13,15 @@ TRIPTYCH = str(Path(sys.executable).with_name("triptych"))
 
 @contextlib.contextmanager
 def serving(
-    repository: Path, *options: str, wrapper: Sequence[str] = ()
+    repository: Path, *options: str, wrapper: Sequence[str] = (), program: str = TRIPTYCH
 ) -> Iterator[subprocess.Popen[str]]:
     """`triptych serve --json` on free ports; killed at the end if a test left it running.
 
-    `wrapper` are the first words of the command.
+    `wrapper` are the first words of the command, `program` is the `triptych` of an environment.
     """
     ports = [f"--{kind}-port=0" for kind in ("grpc", "http", "metrics")]
     with subprocess.Popen(
-        [*wrapper, TRIPTYCH, "serve", str(repository), "--json", *ports, *options],
+        [*wrapper, program, "serve", str(repository), "--json", *ports, *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

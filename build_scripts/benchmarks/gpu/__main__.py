@@ -28,8 +28,8 @@ if __name__ == "__main__":
     except ImportError as error:
         # A package of this project or one that it needs is not installed.
         print(
-            f"not run: {error}. Install the project with `pip install -e .[build,local,demo]`, "
-            "or install its packages and set PYTHONPATH=build_scripts.",
+            f"not run: {error}. Install the project with `pip install -e build_scripts/client "
+            "-e .[demo]`, or install its packages and set PYTHONPATH=build_scripts.",
             file=sys.stderr,
         )
         raise SystemExit(NOTHING_RUNS) from None

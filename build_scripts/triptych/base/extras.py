@@ -1,17 +1,21 @@
-"""Extra packages that this project declares, and the command that installs them."""
+"""Packages that this project requires, the command that installs them, and the tested versions."""
 
 from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterable
 from importlib import metadata
+from pathlib import Path
 
 NAME = "triptych"
-COMMAND_LINE = "cli"
+BASE = ""
+"""Key of the packages that every installation requires, beside the names of the extras."""
+_TESTED_FILE = Path(__file__).parents[1] / "constraints.txt"
 
 
-def extra_requirements() -> dict[str, dict[str, str]]:
-    """Return the requirements of each extra by the name of the package, such as ``numpy<2``.
+def requirements_by_extra() -> dict[str, dict[str, str]]:
+    """Return the requirements of each extra by the name of the package, such as ``numpy==1.26.4``.
 
     The result is empty if the project is not installed, as in an image.
     """
@@ -24,20 +28,35 @@ def extra_requirements() -> dict[str, dict[str, str]]:
         requirement, _, marker = line.partition(";")
         package = re.match(r"[\w.-]+", requirement)
         extra = re.search(r"extra == ['\"]([\w-]+)['\"]", marker)
-        if package and extra and package[0] != NAME:
-            extras.setdefault(extra[1], {})[package[0]] = requirement.strip()
-    # An extra brings the command line with it, whose packages are not listed again.
-    common = extras.get(COMMAND_LINE, {}).keys()
-    for extra_name, packages in extras.items():
-        if extra_name != COMMAND_LINE:
-            for name in packages.keys() & common:
-                del packages[name]
+        if package:
+            key = extra[1] if extra else BASE
+            extras.setdefault(key, {})[package[0]] = requirement.strip()
     return extras
 
 
-def install_command(extra: str) -> str:
-    """Return the command that installs the packages of an extra from the package index."""
-    packages = extra_requirements().get(extra)
-    if not packages:
+def install_command(extra: str, only: Iterable[str] = ()) -> str:
+    """Return the command that installs the packages of an extra from the package index.
+
+    Args:
+        extra: Name of the extra, or `BASE`.
+        only: Names of packages of the extra; empty for all of them.
+    """
+    packages = requirements_by_extra().get(extra, {})
+    wanted = [packages.get(name, name) for name in only] or list(packages.values())
+    if not wanted:
         return f"pip install -e .[{extra}]"
-    return f"pip install {' '.join(map(shlex.quote, packages.values()))}"
+    return f"pip install {' '.join(map(shlex.quote, wanted))}"
+
+
+def find_untested() -> dict[str, tuple[str, str]]:
+    """Return the installed and the tested version of each package of which these differ."""
+    found = {}
+    text = _TESTED_FILE.read_text(encoding="utf-8")
+    for name, tested in re.findall(r"(?m)^([\w.-]+)==(\S+)", text):
+        try:
+            installed = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        if installed != tested:
+            found[name] = (installed, tested)
+    return found

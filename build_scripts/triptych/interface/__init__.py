@@ -9,21 +9,10 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Run the ``triptych`` command, or say how to install it where only the client is installed."""
+    """Run the ``triptych`` command."""
     _drop_foreign_folders()
-    try:
-        from triptych.interface import cli
-    except ModuleNotFoundError as error:
-        from triptych.base.extras import COMMAND_LINE, install_command
+    from triptych.interface import cli
 
-        if (error.name or "").partition(".")[0] == "triptych":
-            raise
-        print(
-            f"error: `triptych` needs the packages of the command line. Given: no {error.name}. "
-            f"Run `{install_command(COMMAND_LINE)}`.",
-            file=sys.stderr,
-        )
-        sys.exit(2)
     cli.main()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from triptych.base.errors import Finding, Severity
-from triptych.base.extras import extra_requirements, install_command
+from triptych.base.extras import BASE, find_untested, install_command, requirements_by_extra
 from triptych.base.formatting import amount
 from triptych.base.release_changes import defects_of
 from triptych.container.machine import find_driver, find_tensorrt
@@ -69,10 +69,10 @@ class MachineInfo:
     busy_ports: tuple[str, ...]  # Names of the ports that are in use
     shm_path: Path
     shm_free_bytes: int | None  # Free shared memory in bytes; None without such a mount
-    # Version of each package, by extra and package; None if the package is missing. Empty if
-    # triptych itself is not installed.
+    # Version of each package, by extra (or `BASE`) and package; None if the package is missing.
+    # Empty if triptych itself is not installed.
     extras: Mapping[str, Mapping[str, str | None]]
-    torch_pin: str | None  # Version of torch that the `build` extra requires
+    untested: Mapping[str, tuple[str, str]]  # Installed and tested version, where they differ
     gpus: tuple[GpuSummary, ...]
     driver: str | None
     tensorrt: str | None
@@ -88,8 +88,6 @@ def read_machine(ports: Mapping[str, int], shm_path: Path) -> MachineInfo:
     Raises:
         UserError: A port is out of range.
     """
-    requirements = extra_requirements()
-    torch = requirements.get("build", {}).get("torch", "")
     gpus, driver = _read_gpus()
     return MachineInfo(
         platform=read_platform(),
@@ -103,9 +101,9 @@ def read_machine(ports: Mapping[str, int], shm_path: Path) -> MachineInfo:
         shm_free_bytes=shutil.disk_usage(shm_path).free if shm_path.is_dir() else None,
         extras={
             extra: {name: package_version(name) for name in packages}
-            for extra, packages in requirements.items()
+            for extra, packages in requirements_by_extra().items()
         },
-        torch_pin=torch.partition("==")[2] or None,
+        untested=find_untested(),
         gpus=gpus,
         driver=driver,
         tensorrt=find_tensorrt(os.environ),
@@ -164,11 +162,6 @@ _SHM_ERROR_BYTES = 16 * _MIB * _PYTHON_STEPS
 # TensorRT 11 and its NGC containers require this driver.
 _DRIVER_MIN = 590
 _COMPUTE_CAPABILITY_MIN = (7, 5)
-_EXTRAS: tuple[tuple[str, str, Severity], ...] = (
-    ("build", "`triptych build`", "warning"),
-    ("local", "serving without a container", "warning"),
-    ("openvino", "`core.backend: openvino`", "info"),
-)
 
 
 def examine(
@@ -299,36 +292,39 @@ def _resources(machine: MachineInfo) -> Iterable[Finding]:
 
 
 def _packages(machine: MachineInfo) -> Iterable[Finding]:
+    missing = [name for name, version in machine.extras.get(BASE, {}).items() if version is None]
     yield _finding(
         "package",
-        machine.extras,
-        "triptych must be installed",
-        "installed" if machine.extras else "not installed",
-        "error",
-        "Run `pip install -e .` in the project's folder",
+        machine.extras and not missing,
+        "triptych must be installed, with the packages that it requires",
+        (f"missing: {', '.join(missing)}" if missing else "installed")
+        if machine.extras
+        else "not installed",
+        "warning" if machine.extras else "error",
+        f"Run `{install_command(BASE, missing)}`"
+        if machine.extras
+        else "Run `pip install` with the wheels `triptych-client` and `triptych`",
     )
-    for extra, purpose, severity in _EXTRAS:
-        packages = machine.extras.get(extra, {})
-        missing = [name for name, version in packages.items() if version is None]
-        there = [f"{name} {version}" for name, version in packages.items() if version]
-        yield _finding(
-            f"extra-{extra}",
-            packages and not missing,
-            f"{purpose} needs the packages of the extra `{extra}`",
-            f"missing: {', '.join(missing)}" if missing else ", ".join(there) or "unknown",
-            severity,
-            f"Run `{install_command(extra)}`",
-        )
-    torch = machine.extras.get("build", {}).get("torch")
-    if torch is None or machine.torch_pin is None:
-        return
+    openvino = machine.extras.get("openvino", {}).get("openvino")
     yield _finding(
-        "torch-build",
-        torch == f"{machine.torch_pin}+cpu",
-        f"the parity of exported models was measured with torch {machine.torch_pin}, the CPU build",
-        f"torch {torch}",
+        "extra-openvino",
+        openvino,
+        "`core.backend: openvino` needs the package of the extra `openvino`",
+        f"openvino {openvino}" if openvino else "missing: openvino",
         "info",
-        f"Nothing, unless a gate fails: then install torch {machine.torch_pin}+cpu",
+        f"Run `{install_command('openvino')}`",
+    )
+    differing = machine.untested.items()
+    yield _finding(
+        "tested-versions",
+        not differing,
+        "these versions of packages were tested together",
+        ", ".join(f"{name} {given} (tested: {tested})" for name, (given, tested) in differing)
+        or "all installed packages have the tested version",
+        "info",
+        "Nothing, unless a build or a server fails: then run `pip install "
+        + " ".join(f"{name}=={tested}" for name, (_, tested) in differing)
+        + "`",
     )
 
 

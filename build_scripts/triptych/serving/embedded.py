@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from triptych.base.errors import UserError
-from triptych.base.extras import install_command
+from triptych.base.extras import BASE, install_command
 from triptych.base.releases import Release
 from triptych.container.entrypoint import find_release as find_image_release
 from triptych.container.supervisor import STUB
@@ -103,7 +103,8 @@ REQUIREMENTS = (
         "needs the `nvidia-pytriton` wheel",
         lambda machine: bool(machine.stub_versions),
         lambda machine: "installed" if machine.stub_versions else "not installed",
-        f"Run `{install_command('local')}`, or run inside an NGC tritonserver container",
+        f"Run `{install_command(BASE, ['nvidia-pytriton'])}`, "
+        "or run inside an NGC tritonserver container",
     ),
     Requirement(
         "embedded-stub",

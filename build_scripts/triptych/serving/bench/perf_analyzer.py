@@ -29,7 +29,7 @@ from typing import Any, Literal
 import numpy as np
 
 from triptych.base.errors import UserError
-from triptych.base.extras import install_command
+from triptych.base.extras import BASE, install_command
 from triptych.base.files import os_errors_as_user_errors, scratch_folder, write_files
 from triptych.base.wheels import download_wheels
 from triptych.serving.bench.perf_output import PERCENTILE, LoadResult, read_export
@@ -148,7 +148,8 @@ def _link_libraries(folder: Path) -> None:
                 "perf_analyzer",
                 f"needs {name}, which comes with the `nvidia-pytriton` wheel",
                 given="a wheel without it" if wheel else "no such wheel",
-                remedy=f"Run `{install_command('local')}`, or put a perf_analyzer on PATH",
+                remedy=f"Run `{install_command(BASE, ['nvidia-pytriton'])}`, "
+                "or put a perf_analyzer on PATH",
             )
         (folder / name).symlink_to(found[0].resolve())
 
