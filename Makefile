@@ -102,14 +102,14 @@ test-in-container: docker-ready  ## Run the tests in the tritonserver image with
 
 .PHONY: unit pure lint types format
 unit: setup $(if $(LONG),setup-generation)
-	$(if $(COVERAGE),$(WITH_COVERAGE)) $(PYTEST) $(PARALLEL) $(if $(COVERAGE),-p line_coverage) \
+	$(if $(COVERAGE),$(WITH_COVERAGE)) $(PYTEST) $(PARALLEL) $(if $(COVERAGE),-p tests.support.line_coverage) \
 	  $(if $(LONG),--long $(LONG),-m "not long")
 
 # Without the processes that the tests start. `coverage` records those as well: some tests of what a
 # process imports fail in it.
-WITH_COVERAGE := PYTHONPATH=$(CURDIR)/tests/support
+WITH_COVERAGE := PYTHONPATH=$(CURDIR)
 coverage: setup  ## Print which lines of the package the tests execute, by package
-	-$(WITH_COVERAGE):$(CURDIR)/tests/support/child_coverage $(PYTEST) $(PARALLEL) -p line_coverage -m "not long"
+	-$(WITH_COVERAGE):$(CURDIR)/tests/support/child_coverage $(PYTEST) $(PARALLEL) -p tests.support.line_coverage -m "not long"
 
 pure: setup
 	$(PYTEST) --pure --numprocesses 2

@@ -80,12 +80,12 @@ class Copy:
         (self.root / ".cache").mkdir()
         for name in ("chromium", "prometheus", "perf_analyzer"):
             (self.root / ".cache" / name).symlink_to(ROOT / ".cache" / name)
-        self.files = {path.stem: path for path in sorted((self.root / "tests").rglob("*.py"))}
+        self.files = {path.stem: path for path in sorted((self.root / "tests").rglob("test_*.py"))}
 
     @functools.cache  # noqa: B019
     def imports_of(self, path: Path) -> set[Path]:
         """Return the modules of the package and of the tests that a file imports."""
-        found: set[Path | None] = set()
+        found: set[Path] = set()
         text = path.read_text(encoding="utf-8")
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Import):
@@ -97,11 +97,12 @@ class Copy:
             else:
                 continue
             for name in names:
-                place = self.root / "build_scripts" / name.replace(".", "/")
-                found |= {place.with_suffix(".py"), place / "__init__.py", self.files.get(name)}
+                folder = self.root if name.startswith("tests.") else self.root / "build_scripts"
+                place = folder / name.replace(".", "/")
+                found |= {place.with_suffix(".py"), place / "__init__.py"}
         if COMMAND.search(text):
             found |= set((self.root / SOURCES / "interface/cli").glob("*.py"))
-        return {place for place in found if place and place.is_file()} - {self.files["conftest"]}
+        return {place for place in found if place.is_file()}
 
     @functools.cache  # noqa: B019
     def distances(self, test: Path) -> dict[Path, int]:
@@ -118,8 +119,6 @@ class Copy:
         near, all_files = [], []
         name = fault.where.split(".")[-1].strip("_")
         for stem, path in self.files.items():
-            if not stem.startswith("test_"):
-                continue
             text = path.read_text(encoding="utf-8")
             if stage == "pure" and FILE_IS_NOT_PURE.search(text):
                 continue

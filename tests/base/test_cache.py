@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from conftest import ROOT, quiet
-from mistakes import check_refused
-from rights import without_rights
+from tests.support.mistakes import check_refused
+from tests.support.project import ROOT, quiet
+from tests.support.rights import without_rights
 from triptych.base import cache
 from triptych.base.cache import CACHE_VARIABLE, cache_root, cached_stage, code_hash, sha256_of
 from triptych.base.files import expand_home, scratch_folder

@@ -9,17 +9,17 @@ from typing import Any
 import onnx
 import pytest
 
-from builds import build
-from conftest import (
+from tests.support.builds import build
+from tests.support.killed_commits import tree
+from tests.support.mistakes import check_refused, refusal
+from tests.support.project import (
     build_into,
     lock_data,
     quiet,
     traffic_texts,
     write_pipeline,
 )
-from killed_commits import tree
-from mistakes import check_refused, refusal
-from scaffolding import keep_rows
+from tests.support.scaffolding import keep_rows
 from triptych.base.errors import UserError
 from triptych.core.gate.cached import GateFailure
 from triptych.core.gate.runs import write_warm_ups
@@ -177,7 +177,7 @@ MISTAKES: list[tuple[dict[str, Any], str, str, str]] = [
 
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Path:
-    from task_models import text_classifier  # imports torch, which pure tests cannot
+    from tests.support.task_models import text_classifier  # imports torch, which pure tests cannot
 
     return text_classifier(tmp_path_factory.mktemp("model"), minilm_folder, traffic_texts())
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from builds import build
-from checkpoint_files import change
-from conftest import link_cache, lock_data, quiet, write_pipeline
-from mistakes import check_refused
-from scaffolding import keep_rows
+from tests.support.builds import build
+from tests.support.checkpoint_files import change
+from tests.support.mistakes import check_refused
+from tests.support.project import link_cache, lock_data, quiet, write_pipeline
+from tests.support.scaffolding import keep_rows
 from triptych.building import auto, compiled
 from triptych.building.auto import Throughput
 from triptych.building.build import BuildOutcome

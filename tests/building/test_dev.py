@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from conftest import build_into, quiet
-from failing_models import STOP_ONCE
-from hot_reload_cases import Asker, hooks, write_tickets
-from processes import CORE_IS_A_PROCESS, eventually
-from scaffolding import keep_rows
-from served_command import TRIPTYCH
+from tests.support.failing_models import STOP_ONCE
+from tests.support.hot_reload_cases import Asker, hooks, write_tickets
+from tests.support.processes import CORE_IS_A_PROCESS, eventually
+from tests.support.project import build_into, quiet
+from tests.support.scaffolding import keep_rows
+from tests.support.served_command import TRIPTYCH
 from triptych.building.dev import REASON, Watch, rebuild, write_unchecked
 from triptych.repository.history import rollback
 from triptych.repository.lint import run_checks

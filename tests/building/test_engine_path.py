@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import served_engines
-from conftest import build_into, link_cache, lock_data, traffic_texts, write_pipeline
-from container_cases import H200, L4
-from container_cases import machine as facts_of
-from engine_cases import contents, machine
-from scaffolding import keep_rows
+from tests.support import served_engines
+from tests.support.container_cases import H200, L4
+from tests.support.container_cases import machine as facts_of
+from tests.support.engine_cases import contents, machine
+from tests.support.project import build_into, link_cache, lock_data, traffic_texts, write_pipeline
+from tests.support.scaffolding import keep_rows
 from triptych.client import Client
 from triptych.container.lock_check import check_repository
 from triptych.repository.lint import run_checks

@@ -11,8 +11,8 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from benchmarks.step_bytes import count_bytes
-from conftest import LAYOUTS, traffic_texts
-from processes import eventually
+from tests.support.processes import eventually
+from tests.support.project import LAYOUTS, traffic_texts
 from triptych.client import Client
 
 STRANGE = [

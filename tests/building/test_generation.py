@@ -19,10 +19,9 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from conftest import quiet
-from demo_pages import ask, open_demo, open_events
-from deploy_cases import options
-from generation_cases import (
+from tests.support.demo_pages import ask, open_demo, open_events
+from tests.support.deploy_cases import options
+from tests.support.generation_cases import (
     TEXTS,
     Answer,
     Streams,
@@ -32,9 +31,10 @@ from generation_cases import (
     take,
     write_tiny_model,
 )
-from generation_served import DEADLINE_S, LONG, build_both, wait_until
-from mistakes import check_refused
-from processes import eventually
+from tests.support.generation_served import DEADLINE_S, LONG, build_both, wait_until
+from tests.support.mistakes import check_refused
+from tests.support.processes import eventually
+from tests.support.project import quiet
 from triptych.base.errors import UserError
 from triptych.base.explained import plain
 from triptych.building.generation.bench import bench_generation
@@ -81,12 +81,6 @@ def release(calls: list[Any]) -> None:
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_both(tmp_path_factory.mktemp("generation"))
-
-
-@pytest.fixture(scope="module")
-def server(repository: Path) -> Iterator[Server]:
-    with Server(repository) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conftest import ROOT
-from generation_cases import byte_pairs, fake_engine
+from tests.support.generation_cases import byte_pairs, fake_engine
+from tests.support.project import ROOT
 from triptych.building.generation.gate import EVERY, LIMITS, METRICS, Answered, judge
 from triptych.building.generation.inputs import Prompt
 from triptych.building.generation.reference import Reference

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from conftest import write_pipeline
-from generation_load_cases import MS, result
-from mistakes import check_refused
+from tests.support.generation_load_cases import MS, result
+from tests.support.mistakes import check_refused
+from tests.support.project import write_pipeline
 from triptych.interface.report.bench import as_csv
 from triptych.serving.bench.bench import mean_answer_tokens
 from triptych.serving.bench.comparison import Price

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from conftest import ROOT
-from mistakes import check_refused
-from scaffolding import run, write
+from tests.support.mistakes import check_refused
+from tests.support.project import ROOT
+from tests.support.scaffolding import run, write
 from triptych.building.pipeline_checks import Check, check_pipeline
 from triptych.runtime.hooking import RowForm
 from triptych.spec.spec import load_spec

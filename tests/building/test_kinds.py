@@ -16,11 +16,9 @@ from typing import Any
 
 import pytest
 
-import generation_cases
-import own_models
-import text2text_cases
-from conftest import ROOT, quiet, write_pipeline
-from demo_pages import ask, open_demo
+from tests.support import generation_cases, own_models, text2text_cases
+from tests.support.demo_pages import ask, open_demo
+from tests.support.project import ROOT, quiet, write_pipeline
 from triptych.building.build import BuildOutcome
 from triptych.building.pipeline import AnyPipeline, open_pipeline
 from triptych.building.stages import BuildOptions

@@ -11,9 +11,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from conftest import build_into, quiet, selected_names, traffic_texts
-from mistakes import check_refused
-from served_models import DISTIL, MODERN, OFFSET, ROBERTA, UNIGRAM, VECTORS, Served, save
+from tests.support.mistakes import check_refused
+from tests.support.project import build_into, quiet, selected_names, traffic_texts
+from tests.support.served_models import (
+    DISTIL,
+    MODERN,
+    OFFSET,
+    ROBERTA,
+    UNIGRAM,
+    VECTORS,
+    Served,
+    save,
+)
 from triptych.base.errors import UserError
 from triptych.client import AsyncClient, Client, InvalidRequestError, maxsim
 from triptych.core.inputs import read_inputs

@@ -9,8 +9,8 @@ import onnxruntime
 import pytest
 import torch
 
-from own_models import build_own
-from scaffolding import run
+from tests.support.own_models import build_own
+from tests.support.scaffolding import run
 from triptych.core.export.own_module import load_module
 from triptych.spec.model_fields import ModelSpec, load_model_spec
 

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from pytriton.client import ModelClient
 from tritonclient.utils import InferenceServerException, serialize_byte_tensor, shared_memory
 
-import task_models
-from conftest import ROOT, build_into, traffic_texts, write_pipeline
-from processes import eventually
+from tests.support import task_models
+from tests.support.processes import eventually
+from tests.support.project import ROOT, build_into, traffic_texts, write_pipeline
 from triptych.client import Client
 from triptych.container.flags import cache_flags
 from triptych.container.health import HealthCheck

@@ -15,10 +15,9 @@ import pytest
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
-from client_toy import wait_until
-from conftest import quiet
-from mistakes import check_refused
-from own_models import (
+from tests.support.client_toy import wait_until
+from tests.support.mistakes import check_refused
+from tests.support.own_models import (
     SAMPLING,
     build_own,
     monitor_samples,
@@ -27,7 +26,8 @@ from own_models import (
     write_cores,
     write_rows,
 )
-from scaffolding import write
+from tests.support.project import quiet
+from tests.support.scaffolding import write
 from triptych.building.own_checks import check_own_pipeline
 from triptych.client import Client, InvalidRequestError
 from triptych.core.gate.cached import Gate

@@ -11,9 +11,9 @@ import onnx
 import onnxruntime
 import pytest
 
-from mistakes import check_refused
-from own_models import build_own, write_rows
-from scaffolding import run
+from tests.support.mistakes import check_refused
+from tests.support.own_models import build_own, write_rows
+from tests.support.scaffolding import run
 from triptych.client import Client
 from triptych.serving.server import Server
 

@@ -15,10 +15,9 @@ import onnxruntime
 import pytest
 from gradio_client import handle_file
 
-from conftest import build_into, quiet, write_pipeline
-from demo_pages import ask, open_demo
-from mistakes import check_refused
-from own_models import (
+from tests.support.demo_pages import ask, open_demo
+from tests.support.mistakes import check_refused
+from tests.support.own_models import (
     SAMPLING,
     build_own,
     folders_of,
@@ -30,8 +29,9 @@ from own_models import (
     write_sounds,
     write_table,
 )
-from processes import eventually
-from scaffolding import run, write
+from tests.support.processes import eventually
+from tests.support.project import build_into, quiet, write_pipeline
+from tests.support.scaffolding import run, write
 from triptych.building.own_checks import check_own_pipeline
 from triptych.building.pipeline_checks import check_pipeline
 from triptych.client import Client, InvalidRequestError

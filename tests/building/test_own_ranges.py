@@ -12,9 +12,9 @@ import numpy as np
 import onnx
 import pytest
 
-from conftest import quiet
-from mistakes import check_refused
-from own_models import FLOAT, MAKE, NODE, build_own, read_own, save_graph, write_rows
+from tests.support.mistakes import check_refused
+from tests.support.own_models import FLOAT, MAKE, NODE, build_own, read_own, save_graph, write_rows
+from tests.support.project import quiet
 from triptych.base.errors import UserError
 from triptych.client import AsyncClient, BatchFailedError, Client, InvalidRequestError, Retry, retry
 from triptych.core.export.own_ranges import GraphRanges, find_ranges

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 
-import task_models
-from conftest import build_into, quiet, traffic_texts, write_pipeline
-from mistakes import check_refused
-from scaffolding import run
-from tokenizers_of_kinds import byte_level
+from tests.support import task_models
+from tests.support.mistakes import check_refused
+from tests.support.project import build_into, quiet, traffic_texts, write_pipeline
+from tests.support.scaffolding import run
+from tests.support.tokenizers_of_kinds import byte_level
 from triptych.client import Client, InvalidRequestError
 from triptych.core.inputs import read_inputs
 from triptych.serving.server import Server

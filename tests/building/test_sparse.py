@@ -10,11 +10,11 @@ import httpx2
 import numpy as np
 import pytest
 
-from conftest import build_into, quiet, selected_names, traffic_texts
-from mistakes import check_refused
-from served_command import gateway
-from served_models import MASKS, MODERN, OFFSET, ROBERTA, UNIGRAM, Served, save
-from task_models import masked_model
+from tests.support.mistakes import check_refused
+from tests.support.project import build_into, quiet, selected_names, traffic_texts
+from tests.support.served_command import gateway
+from tests.support.served_models import MASKS, MODERN, OFFSET, ROBERTA, UNIGRAM, Served, save
+from tests.support.task_models import masked_model
 from triptych.client import AsyncClient, Client, InvalidRequestError, SparseVector
 from triptych.core.inputs import read_inputs
 from triptych.models.source import read_model_info

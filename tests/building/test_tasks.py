@@ -7,7 +7,7 @@ import json
 import random
 import re
 from base64 import b64encode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 from pathlib import Path
@@ -21,12 +21,21 @@ from gradio_client import handle_file
 from gradio_client.exceptions import AppError
 from tritonclient.grpc import service_pb2_grpc
 
-from conftest import ROOT, build_into, selected_names, traffic_texts
-from demo_pages import ask as ask_page
-from demo_pages import open_demo, open_events
-from served_models import MASKS, NO_PADDING, RANKER, SERVED, TAGGER, TOPICS, VECTORS, save
-from task_models import MODELS
-from task_reference import (
+from tests.support.demo_pages import ask as ask_page
+from tests.support.demo_pages import open_demo, open_events
+from tests.support.project import ROOT, build_into, selected_names, traffic_texts
+from tests.support.served_models import (
+    MASKS,
+    NO_PADDING,
+    RANKER,
+    SERVED,
+    TAGGER,
+    TOPICS,
+    VECTORS,
+    save,
+)
+from tests.support.task_models import MODELS
+from tests.support.task_reference import (
     check_answers,
     check_entities,
     check_hypotheses,
@@ -34,7 +43,7 @@ from task_reference import (
     image_bytes,
     same_choices,
 )
-from tokenizers_of_kinds import LONGEST
+from tests.support.tokenizers_of_kinds import LONGEST
 from triptych.base.errors import UserError
 from triptych.client import AsyncClient, Client, InvalidRequestError, PipelineFailedError
 from triptych.client.wire import encode_rows, infer_request, read_outputs
@@ -156,12 +165,6 @@ def repository(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]
         assert built.not_packed_reason == ""
         assert built.plan.layout == (layout_of(name) or "fixed")
     return base / "repository"
-
-
-@pytest.fixture(scope="module")
-def server(repository: Path) -> Iterator[Server]:
-    with Server(repository) as server:
-        yield server
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import json
 import random
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,14 +10,14 @@ import pytest
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from builds import build
-from checkpoint_files import change
-from conftest import quiet
-from demo_pages import ask, open_demo
-from generation_cases import Streams, responses_of
-from generation_served import wait_until
-from mistakes import check_refused
-from text2text_cases import TEXTS, write_model, write_pipeline
+from tests.support.builds import build
+from tests.support.checkpoint_files import change
+from tests.support.demo_pages import ask, open_demo
+from tests.support.generation_cases import Streams, responses_of
+from tests.support.generation_served import wait_until
+from tests.support.mistakes import check_refused
+from tests.support.project import quiet
+from tests.support.text2text_cases import TEXTS, write_model, write_pipeline
 from triptych.building.generation.gate import check_generation
 from triptych.building.generation.live import verify_generation
 from triptych.building.generation.reference import reference_answers
@@ -66,12 +65,6 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
         measured = {verdict.metric: verdict.value for verdict in built.gate.verdicts}
         assert measured["exact_prefix"] == measured["prompt_agreement"] == 1.0, kind
     return base / "repository"
-
-
-@pytest.fixture(scope="module")
-def server(repository: Path) -> Iterator[Server]:
-    with Server(repository) as server:
-        yield server
 
 
 def test_what_was_built_is_in_order(repository: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from client_toy import Call, Toy, expected, expected_all, opened, wait_until
+from tests.support.client_toy import Call, Toy, expected, expected_all, opened, wait_until
 from triptych.client import (
     BatchFailedError,
     InferenceError,
@@ -76,12 +76,6 @@ def test_rows_sent_alone_are_a_tenth_of_the_requests_with_pauses_that_grow() -> 
     assert 0 <= soon <= 0.1
     few = Retries(Retry(budget=15))
     assert (is_sent(few, rows=8), is_sent(few, rows=7)) == (False, True)
-
-
-@pytest.fixture(params=["sync", "async"])
-def style(request: pytest.FixtureRequest) -> str:
-    """Which client a test opens."""
-    return str(request.param)
 
 
 @pytest.mark.server

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from client_toy import Toy, expected, texts_of_many_lengths, wait_until
+from tests.support.client_toy import Toy, expected, texts_of_many_lengths, wait_until
 from triptych.base.errors import UserError
 from triptych.interface.bulk.files import open_rows
 from triptych.interface.bulk.jobs import BulkOptions

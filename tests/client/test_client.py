@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from client_toy import (
+from tests.support.client_toy import (
     DIM,
     MAX_BATCH_SIZE,
     Call,

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from client_toy import Toy, expected_all
-from wheels import build_wheels, new_environment
+from tests.support.client_toy import Toy, expected_all
+from tests.support.wheels import build_wheels, new_environment
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
 

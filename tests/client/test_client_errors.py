@@ -16,7 +16,7 @@ import pytest
 import tritonclient.grpc
 from typer.testing import CliRunner
 
-from client_toy import Call, Toy, expected_all, opened, wait_until
+from tests.support.client_toy import Call, Toy, expected_all, opened, wait_until
 from triptych.base.errors import UserError
 from triptych.client import (
     CanceledError,
@@ -40,12 +40,6 @@ pytestmark = pytest.mark.server
 
 ENDLESS = "sleep:600"
 """A text that is answered when its request is cancelled."""
-
-
-@pytest.fixture(params=["sync", "async"])
-def style(request: pytest.FixtureRequest) -> str:
-    """Which client a test opens by itself."""
-    return str(request.param)
 
 
 def test_a_deadline_covers_the_whole_call(call: Call, toy: Toy) -> None:

@@ -19,8 +19,8 @@ import grpc  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 
-from certificates import write_certificate
-from client_toy import (
+from tests.support.certificates import write_certificate
+from tests.support.client_toy import (
     DIM,
     EMBED,
     STEP,
@@ -35,7 +35,7 @@ from client_toy import (
     write_model,
     write_repository,
 )
-from processes import repeated
+from tests.support.processes import repeated
 from triptych.base.errors import UserError
 from triptych.base.releases import Release
 from triptych.client import (

@@ -19,7 +19,7 @@ import grpc  # type: ignore[import-untyped]
 import pytest
 from typer.testing import CliRunner
 
-from client_toy import wait_until, write_model
+from tests.support.client_toy import wait_until, write_model
 from triptych.client import (
     AsyncClient,
     AsyncGeneration,

@@ -12,8 +12,8 @@ import grpc  # type: ignore[import-untyped]
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from conftest import set_setting
-from processes import eventually, running
+from tests.support.processes import eventually, running
+from tests.support.project import set_setting
 from triptych.client import Client, InferenceError
 from triptych.container import progress
 from triptych.container.health import HealthCheck

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from conftest import lock_data, write_lock
-from container_cases import (
+from tests.support.container_cases import (
     H100,
     H200,
     L4,
@@ -23,7 +22,8 @@ from container_cases import (
     machine,
     write_pipeline,
 )
-from mistakes import check_refused, refusal
+from tests.support.mistakes import check_refused, refusal
+from tests.support.project import lock_data, write_lock
 from triptych.base.releases import TRITON_VERSIONS, Release
 from triptych.container import health, lock_check
 from triptych.container.entrypoint import (

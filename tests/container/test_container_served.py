@@ -28,15 +28,16 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 from typer.testing import CliRunner
 
-from certificates import write_certificate
-from conftest import set_setting
-from container_image import KEY, Image, image_of, server_of
-from deploy_cases import document, options, write_built
-from echo_server import write_model
-from failing_models import initializing_with
-from http_pages import fetch
-from processes import CORE_IS_A_PROCESS, eventually, mark_of, regions, running
-from served_command import endpoints_of, serving
+from tests.support.certificates import write_certificate
+from tests.support.container_cases import copy_packed
+from tests.support.container_image import KEY, Image, image_of, server_of
+from tests.support.deploy_cases import document, options, write_built
+from tests.support.echo_server import write_model
+from tests.support.failing_models import initializing_with
+from tests.support.http_pages import fetch
+from tests.support.processes import CORE_IS_A_PROCESS, eventually, mark_of, regions, running
+from tests.support.project import set_setting
+from tests.support.served_command import endpoints_of, serving
 from triptych.base.explained import yaml_of
 from triptych.client import (
     AccessDeniedError,
@@ -66,13 +67,6 @@ from triptych.serving.server import Server
 pytestmark = pytest.mark.server
 
 TEXT = "my delivery is late"
-
-
-def copy_packed(repository: Path, folder: Path) -> Path:
-    """Copy the packed pipeline of a repository."""
-    for part in repository.glob("minilm_packed*"):
-        shutil.copytree(part, folder / part.name)
-    return folder
 
 
 @pytest.fixture(scope="module")

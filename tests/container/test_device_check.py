@@ -5,7 +5,6 @@ import gzip
 import hashlib
 import json
 import math
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
@@ -16,10 +15,11 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from conftest import ROOT
-from container_image import image_of
-from processes import serving_http
-from served_command import endpoints_of, serving
+from tests.support.container_cases import copy_packed
+from tests.support.container_image import image_of
+from tests.support.processes import serving_http
+from tests.support.project import ROOT
+from tests.support.served_command import endpoints_of, serving
 from triptych.container.device_check import (
     ROWS_FILE,
     DeviceChecks,
@@ -229,12 +229,6 @@ def test_lint_names_what_was_never_checked_on_this_device(
     assert given(built) == []
 
 
-def copy_of(repository: Path, folder: Path) -> Path:
-    for part in repository.glob("minilm_packed*"):
-        shutil.copytree(part, folder / part.name)
-    return folder
-
-
 def plant_weights(repository: Path) -> Path:
     """Make one layer of the core compute something else."""
     file = repository / "minilm_packed_core/1/model.onnx"
@@ -251,7 +245,7 @@ def plant_weights(repository: Path) -> Path:
 def test_a_container_is_ready_after_the_first_check_on_its_device(
     minilm_repository: Path, tmp_path: Path
 ) -> None:
-    repository = copy_of(minilm_repository, tmp_path / "models")
+    repository = copy_packed(minilm_repository, tmp_path / "models")
     state = tmp_path / "state"
     with image_of(tmp_path / "image", repository) as image:
         image.variables["TRIPTYCH_STATE"] = str(state)
@@ -285,7 +279,7 @@ def test_a_container_is_ready_after_the_first_check_on_its_device(
 def test_serve_checks_what_was_built_elsewhere(
     minilm_repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    repository = copy_of(minilm_repository, tmp_path / "models")
+    repository = copy_packed(minilm_repository, tmp_path / "models")
     assert said_by_serve(repository).count(PASSED) == 0, "it was built here"
     monkeypatch.setenv("TRIPTYCH_STATE", str(tmp_path / "state"))
     assert said_by_serve(repository).count(PASSED) == 1

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from conftest import ROOT
-from served_command import endpoints_of
+from tests.support.project import ROOT
+from tests.support.served_command import endpoints_of
 from triptych.base.release_changes import defects_of
 from triptych.base.releases import TRITON_VERSIONS, parse_release
 

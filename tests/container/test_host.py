@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from container_cases import write_pipeline
-from rights import without_rights
+from tests.support.container_cases import write_pipeline
+from tests.support.rights import without_rights
 from triptych.container import health, lock_check
 from triptych.container.entrypoint import main
 from triptych.container.supervisor import server_limits

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from processes import eventually
+from tests.support.processes import eventually
 from triptych.container import health, supervisor
 from triptych.container.health import WORK_FIELD, HealthCheck
 from triptych.container.manifests import find_pipelines

@@ -10,11 +10,11 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 from transformers.models.auto import modeling_auto
 
-from checkpoint_files import change, write
-from conftest import quiet, traffic_texts, write_pipeline
-from mistakes import check_refused
-from task_models import MODELS
-from tokenizers_of_kinds import SPECIAL, train
+from tests.support.checkpoint_files import change, write
+from tests.support.mistakes import check_refused
+from tests.support.project import quiet, traffic_texts, write_pipeline
+from tests.support.task_models import MODELS
+from tests.support.tokenizers_of_kinds import SPECIAL, train
 from triptych.base.tensors import TokenRow
 from triptych.core.checkpoint import check_architecture, check_rope
 from triptych.core.gate.reference import check_tokens

@@ -9,10 +9,10 @@ import numpy as np
 import onnx
 import pytest
 
-import precision_cases as cases
-from conftest import LAYOUTS
-from own_models import SIZE, save_convolution, write_table
-from precision_cases import CLOSE, HALVES, node
+from tests.support import precision_cases as cases
+from tests.support.own_models import SIZE, save_convolution, write_table
+from tests.support.precision_cases import CLOSE, HALVES, node
+from tests.support.project import LAYOUTS
 from triptych.base.errors import UserError
 from triptych.base.onnx_graph import open_session, read_model, write_model
 from triptych.core.precision import float16

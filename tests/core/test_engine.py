@@ -13,11 +13,18 @@ import onnx
 import pytest
 from typer.testing import CliRunner
 
-from conftest import build_into, lock_data, quiet, write_lock
-from container_cases import L4
-from engine_cases import build_repository, change_plan, contents, copied, header_of, machine
-from fake_tensorrt.records import make_enum
-from task_pipelines import write_task
+from tests.support.container_cases import L4
+from tests.support.engine_cases import (
+    build_repository,
+    change_plan,
+    contents,
+    copied,
+    header_of,
+    machine,
+)
+from tests.support.fake_tensorrt.records import make_enum
+from tests.support.project import build_into, lock_data, quiet, write_lock
+from tests.support.task_pipelines import write_task
 from triptych.base.errors import UserError
 from triptych.core.engine.api import Api, installed_rtx_version
 from triptych.core.engine.graph import read_graph

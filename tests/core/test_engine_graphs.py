@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import onnx
 import pytest
 
-import architectures
-from conftest import LAYOUTS, quiet, share_export_registry, traffic_texts
-from engine_networks import OPTIONS, count_products
-from precision_cases import CONVERT, export
-from served_models import SERVED, save
-from task_models import MODELS
-from task_pipelines import traffic_of, write_task
+from tests.support import architectures
+from tests.support.engine_networks import OPTIONS, count_products
+from tests.support.precision_cases import CONVERT, export
+from tests.support.project import LAYOUTS, quiet, share_export_registry, traffic_texts
+from tests.support.served_models import SERVED, save
+from tests.support.task_models import MODELS
+from tests.support.task_pipelines import traffic_of, write_task
 from triptych.base.errors import UserError
 from triptych.base.onnx_graph import MODEL_FILE, all_nodes, value_types
 from triptych.core.engine.api import USUAL_CAPABILITY, RtxApi

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-import fake_cuda
-import fake_tensorrt
-from fake_cuda import FakeCuda, cudaError_t
-from fake_tensorrt import builder, runtime
-from fake_tensorrt.records import read_record
-from tensorrt_cases import BUCKETS, PADDED, padded_answer, padded_feed, plan_of
+from tests.support import fake_cuda, fake_tensorrt
+from tests.support.fake_cuda import FakeCuda, cudaError_t
+from tests.support.fake_tensorrt import builder, runtime
+from tests.support.fake_tensorrt.records import read_record
+from tests.support.tensorrt_cases import BUCKETS, PADDED, padded_answer, padded_feed, plan_of
 from triptych.core.engine.runner import (
     EngineError,
     EngineRunner,

@@ -12,11 +12,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-import architectures as models
-from architectures import OTHERS, SHARED
-from checkpoint_files import change
-from conftest import LAYOUTS, ROOT, share_export_registry
-from mistakes import check_refused, refusal
+from tests.support import architectures as models
+from tests.support.architectures import OTHERS, SHARED
+from tests.support.checkpoint_files import change
+from tests.support.mistakes import check_refused, refusal
+from tests.support.project import LAYOUTS, ROOT, share_export_registry
 from triptych.base.tensors import INPUT_IDS, ROW_LENGTH, ROW_OFFSET, TokenRow
 from triptych.core.export.packing import CannotPack
 from triptych.core.export.to_onnx import convert, export_onnx

@@ -19,9 +19,17 @@ from numpy.typing import NDArray
 from PIL import Image
 from transformers.models.auto import modeling_auto
 
-from conftest import quiet, share_export_registry, traffic_texts
-from family_table import LIMIT, NOT_MEASURED, Result, read_record, short, turn, write_record
-from tokenizers_of_kinds import LONGEST, train
+from tests.support.family_table import (
+    LIMIT,
+    NOT_MEASURED,
+    Result,
+    read_record,
+    short,
+    turn,
+    write_record,
+)
+from tests.support.project import quiet, share_export_registry, traffic_texts
+from tests.support.tokenizers_of_kinds import LONGEST, train
 from triptych.base.errors import UserError
 from triptych.core.gate.cached import GateFailure
 from triptych.core.gate.runs import open_core

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gate_cases import (
+from tests.support.gate_cases import (
     CHOOSING,
     CLASSES,
     EVERY,

@@ -13,10 +13,10 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
-from conftest import ROOT, build_into, lock_data, quiet, write_lock, write_pipeline
-from task_models import MODELS
-from task_pipelines import write_task
-from task_reference import image_bytes
+from tests.support.project import ROOT, build_into, lock_data, quiet, write_lock, write_pipeline
+from tests.support.task_models import MODELS
+from tests.support.task_pipelines import write_task
+from tests.support.task_reference import image_bytes
 from triptych.base.errors import UserError
 from triptych.base.onnx_graph import MODEL_FILE
 from triptych.base.tensors import TokenRow

@@ -9,9 +9,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-import architectures as models
 from benchmarks.gpu.kernels import count_nodes, count_operators, read_kernels
-from conftest import share_export_registry
+from tests.support import architectures as models
+from tests.support.project import share_export_registry
 from triptych.base.tensors import INPUT_IDS, ROW_LENGTH, ROW_OFFSET
 from triptych.core.export.packing import CannotPack
 from triptych.core.export.to_onnx import attention_for_gpu, export_onnx, plain_reason

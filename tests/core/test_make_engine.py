@@ -14,8 +14,8 @@ from typing import Any
 import onnx
 import pytest
 
-from conftest import quiet
-from engine_networks import FINE, OPTIONS, count_products, save_text, write
+from tests.support.engine_networks import FINE, OPTIONS, count_products, save_text, write
+from tests.support.project import quiet
 from triptych.base.cache import sha256_of
 from triptych.base.errors import UserError
 from triptych.base.extras import install_command

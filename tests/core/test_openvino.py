@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conftest import build_into, quiet, write_pipeline
+from tests.support.project import build_into, quiet, write_pipeline
 from triptych.base.errors import UserError
 from triptych.base.extras import install_command
 from triptych.building import auto

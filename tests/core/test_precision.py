@@ -12,11 +12,11 @@ import onnx
 import pytest
 from onnx import parser
 
-import precision_cases as cases
-from builds import build
-from conftest import build_into, lock_data, quiet, write_pipeline
-from precision_cases import CLOSE, CONVERT, HALVES, QUANTIZED
-from task_pipelines import write_task
+from tests.support import precision_cases as cases
+from tests.support.builds import build
+from tests.support.precision_cases import CLOSE, CONVERT, HALVES, QUANTIZED
+from tests.support.project import build_into, lock_data, quiet, write_pipeline
+from tests.support.task_pipelines import write_task
 from triptych.base import onnx_graph as export
 from triptych.base.errors import UserError
 from triptych.core.inputs import PipelineInputs, read_inputs

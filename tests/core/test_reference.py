@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from checkpoint_files import change, write
-from conftest import quiet, write_pipeline
-from mistakes import check_refused
-from task_models import MODELS
+from tests.support.checkpoint_files import change, write
+from tests.support.mistakes import check_refused
+from tests.support.project import quiet, write_pipeline
+from tests.support.task_models import MODELS
 from triptych.base.errors import Progress
 from triptych.base.tensors import TokenRow
 from triptych.core.gate.cached import Gate

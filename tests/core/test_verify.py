@@ -15,8 +15,8 @@ import pytest
 from onnx import numpy_helper
 from typer.testing import CliRunner
 
-from conftest import build_into, quiet, traffic_texts, write_pipeline
-from task_models import tagger, text_classifier
+from tests.support.project import build_into, quiet, traffic_texts, write_pipeline
+from tests.support.task_models import tagger, text_classifier
 from triptych.base.errors import UserError
 from triptych.core.gate.verify import (
     LiveOptions,

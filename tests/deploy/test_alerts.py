@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from benchmarks.prometheus_tools import tool
-from conftest import ROOT
-from deploy_cases import ENGINE, options, write_built, write_generation
+from tests.support.deploy_cases import ENGINE, options, write_built, write_generation
+from tests.support.project import ROOT
 from triptych.base.explained import plain, yaml_of
 from triptych.deploy.context import Manifests
 from triptych.deploy.kubernetes import render_alertmanager

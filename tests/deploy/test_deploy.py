@@ -13,8 +13,7 @@ import yaml
 from kubernetes_validate.utils import schema_contents
 from typer.testing import CliRunner
 
-from conftest import ROOT
-from deploy_cases import (
+from tests.support.deploy_cases import (
     ENGINE,
     KUBERNETES,
     document,
@@ -25,8 +24,9 @@ from deploy_cases import (
     write_generation,
     write_text2text,
 )  # fmt: skip
-from load_samples import measurement, point, rate_search, step, subject
-from mistakes import check_refused
+from tests.support.load_samples import measurement, point, rate_search, step, subject
+from tests.support.mistakes import check_refused
+from tests.support.project import ROOT
 from triptych.base.errors import Finding, UserError
 from triptych.base.explained import plain
 from triptych.base.releases import TRITON_VERSIONS

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.local_envoy import envoy_command
-from certificates import write_certificate
-from deploy_cases import (
+from tests.support.certificates import write_certificate
+from tests.support.deploy_cases import (
     document,
     options,
     write_bench,
     write_built,
 )
-from http_pages import comes_true, page
+from tests.support.http_pages import comes_true, page
 from triptych.base.explained import plain
 from triptych.deploy.context import Manifests
 from triptych.deploy.envoy import ADMIN_SOCKET

@@ -21,9 +21,9 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from benchmarks.local_envoy import LOOPBACK, LocalEnvoy
-from deploy_cases import PROMISE, options, write_bench, write_built
-from envoy_front import NAME, OTHER, SERVICE, STEP, envoy, infer_request, send_http
-from processes import eventually
+from tests.support.deploy_cases import PROMISE, options, write_bench, write_built
+from tests.support.envoy_front import NAME, OTHER, SERVICE, STEP, envoy, infer_request, send_http
+from tests.support.processes import eventually
 from triptych.base.errors import UserError
 from triptych.client import Client, InferenceError
 from triptych.deploy.envoy import (

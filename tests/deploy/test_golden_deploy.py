@@ -23,8 +23,7 @@ from kubernetes_validate import utils
 from typer.testing import CliRunner
 
 from benchmarks.local_envoy import envoy_command
-from conftest import ROOT
-from deploy_cases import (
+from tests.support.deploy_cases import (
     ENGINE,
     KUBERNETES,
     kustomized,
@@ -34,7 +33,8 @@ from deploy_cases import (
     write_generation,
     write_text2text,
 )
-from load_samples import rate_search
+from tests.support.load_samples import rate_search
+from tests.support.project import ROOT
 from triptych.base.explained import plain, reasons_of, yaml_of
 from triptych.deploy.checks import check_manifests
 from triptych.deploy.context import Manifests

@@ -18,13 +18,13 @@ import psutil
 import pytest
 from tokenizers import Tokenizer
 
-from client_toy import Toy, wait_until
-from conftest import ROOT, build_into, traffic_texts, write_pipeline
-from gateway_environment import run_with_clients, run_with_node
-from hostile_bodies import send_hostile
-from otlp_receiver import check_trace, otlp_receiver
-from served_command import endpoints_of, gateway, serving
-from task_models import MODELS
+from tests.support.client_toy import Toy, wait_until
+from tests.support.gateway_environment import run_with_clients, run_with_node
+from tests.support.hostile_bodies import send_hostile
+from tests.support.otlp_receiver import check_trace, otlp_receiver
+from tests.support.project import ROOT, build_into, traffic_texts, write_pipeline
+from tests.support.served_command import endpoints_of, gateway, serving
+from tests.support.task_models import MODELS
 from triptych.client import Client
 from triptych.gateway.errors import ApiError
 from triptych.gateway.http import Body, EndpointApp, Operation, Shared

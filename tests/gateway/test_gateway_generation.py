@@ -12,13 +12,13 @@ import openai
 import psutil
 import pytest
 
-from client_toy import wait_until
-from gateway_environment import run_with_clients, run_with_node
-from generation_cases import TEXTS
-from generation_served import build_both, build_caller, gauges
-from hostile_bodies import send_hostile
-from processes import repeated
-from served_command import gateway
+from tests.support.client_toy import wait_until
+from tests.support.gateway_environment import run_with_clients, run_with_node
+from tests.support.generation_cases import TEXTS
+from tests.support.generation_served import build_both, build_caller, gauges
+from tests.support.hostile_bodies import send_hostile
+from tests.support.processes import repeated
+from tests.support.served_command import gateway
 from triptych.building.generation import build as stages
 from triptych.client import Client
 from triptych.repository.records import GateResult

@@ -26,12 +26,12 @@ from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 from typer.testing import CliRunner
 
 from benchmarks.local_envoy import local_envoy
-from certificates import under_load, write_certificate
-from client_toy import wait_until
-from deploy_cases import write_built
-from otlp_receiver import check_trace, otlp_receiver
-from served_command import endpoints_of, serving
-from served_command import gateway as served_gateway
+from tests.support.certificates import under_load, write_certificate
+from tests.support.client_toy import wait_until
+from tests.support.deploy_cases import write_built
+from tests.support.otlp_receiver import check_trace, otlp_receiver
+from tests.support.served_command import endpoints_of, serving
+from tests.support.served_command import gateway as served_gateway
 from triptych.base.files import write_files
 from triptych.deploy.envoy import proxy_settings
 from triptych.deploy.http_api import health_script

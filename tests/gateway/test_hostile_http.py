@@ -15,8 +15,8 @@ import httpx2
 import pytest
 from pydantic import ValidationError
 
-from browser import open_tab
-from client_toy import wait_until
+from tests.support.browser import open_tab
+from tests.support.client_toy import wait_until
 from triptych.client import AsyncClient
 from triptych.gateway import pipelines, serve
 from triptych.gateway.chat import ChatRequest, CompletionRequest

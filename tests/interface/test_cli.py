@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
-from conftest import ROOT, write_pipeline
-from processes import eventually, regions
-from rights import without_rights
-from served_command import TRIPTYCH, endpoints_of, serving
+from tests.support.processes import eventually, regions
+from tests.support.project import ROOT, write_pipeline
+from tests.support.rights import without_rights
+from tests.support.served_command import TRIPTYCH, endpoints_of, serving
 from triptych.base.files import as_user_error
 from triptych.core import inputs as core_inputs
 from triptych.interface.cli import main

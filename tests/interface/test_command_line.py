@@ -12,8 +12,8 @@ import typer.main
 from typer.testing import CliRunner
 
 import triptych
-from conftest import write_pipeline
 from documentation.language import Documented, find_mistake
+from tests.support.project import write_pipeline
 from triptych.base.counted import counted
 from triptych.base.errors import UserError
 from triptych.deploy.options import DeployOptions

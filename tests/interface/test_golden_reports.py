@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from conftest import ROOT
-from generation_load_cases import found, result
-from load_samples import (
+from tests.support.generation_load_cases import found, result
+from tests.support.load_samples import (
     NASTY,
     NOTHING_ANSWERED,
     bench,
@@ -29,8 +28,9 @@ from load_samples import (
     trial,
     tuned,
 )
-from monitor_cases import look, replayed
-from report_pages import (
+from tests.support.monitor_cases import look, replayed
+from tests.support.project import ROOT
+from tests.support.report_pages import (
     ABOUT,
     CANDIDATES,
     CONVERSION,

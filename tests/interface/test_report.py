@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from jinja2 import UndefinedError
 
-from load_samples import (
+from tests.support.load_samples import (
     NASTY,
     NOTHING_ANSWERED,
     PROMISE,
@@ -23,7 +23,14 @@ from load_samples import (
     subject,
     tuned,
 )
-from report_pages import ABOUT, CANDIDATES, Page, assert_finite_drawing, gate_of, typed
+from tests.support.report_pages import (
+    ABOUT,
+    CANDIDATES,
+    Page,
+    assert_finite_drawing,
+    gate_of,
+    typed,
+)
 from triptych.base.files import write_files
 from triptych.base.formatting import (
     MAX_TEXT,

@@ -16,12 +16,12 @@ import pytest
 from gradio_client.exceptions import AppError
 from typer.testing import CliRunner
 
-from browser import open_tab
-from conftest import build_into, traffic_texts, write_pipeline
-from demo_pages import ask, open_client, open_demo
-from http_pages import fetch
-from served_command import endpoints_of
-from task_models import tagger
+from tests.support.browser import open_tab
+from tests.support.demo_pages import ask, open_client, open_demo
+from tests.support.http_pages import fetch
+from tests.support.project import build_into, traffic_texts, write_pipeline
+from tests.support.served_command import endpoints_of
+from tests.support.task_models import tagger
 from triptych.base.tensors import Tensor
 from triptych.client import Client
 from triptych.interface import demo_page

@@ -21,10 +21,10 @@ import pytest
 
 from benchmarks.local_envoy import local_envoy
 from benchmarks.prometheus_tools import running
-from conftest import build_into, write_pipeline
-from http_pages import comes_true
-from monitor_cases import look
-from processes import serving_http
+from tests.support.http_pages import comes_true
+from tests.support.monitor_cases import look
+from tests.support.processes import serving_http
+from tests.support.project import build_into, write_pipeline
 from triptych.base.explained import plain
 from triptych.client import Client, InferenceError
 from triptych.deploy.context import read_context

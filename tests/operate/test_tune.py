@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from conftest import build_into, link_cache, quiet, write_pipeline
-from http_pages import comes_true
+from tests.support.http_pages import comes_true
+from tests.support.project import build_into, link_cache, quiet, write_pipeline
 from triptych.operate.tune.kinds import CompiledTuning, Setting
 from triptych.operate.tune.trial_servers import trial_servers
 from triptych.operate.tune.tune import Tuning, tune_pipeline

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from conftest import ROOT, quiet
-from generation_cases import fake_backend, write_pipeline, write_tiny_model
-from generation_load_cases import found
+from tests.support.generation_cases import fake_backend, write_pipeline, write_tiny_model
+from tests.support.generation_load_cases import found
+from tests.support.project import ROOT, quiet
+from tests.support.tune_cases import Surface, measurement, step
 from triptych.base.errors import UserError
 from triptych.building.generation.inputs import GenerationInputs, Prompt, read_generation
 from triptych.interface.cli.plan_text import describe_text_generation
@@ -32,7 +33,6 @@ from triptych.serving.server import Server
 from triptych.spec.generation_fields import GenerationSpec, load_generation_spec
 from triptych.spec.slo import GenerationSlo
 from triptych.spec.tuned import TUNABLE_GENERATION, read_tuned
-from tune_cases import Surface, measurement, step
 
 PROMISE = GenerationSlo(ttft_p99="500ms", itl_p99="50ms")
 

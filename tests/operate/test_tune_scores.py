@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from load_samples import point as sample_point
+from tests.support.load_samples import point as sample_point
+from tests.support.tune_cases import evidence, measurement, step
 from triptych.operate.tune.fields import FIELDS, Observation, Proposal
 from triptych.operate.tune.objective import CLIENTS, LoadFailed, ThroughputObjective
 from triptych.operate.tune.results import LOOKS, compare_scores, format_scores
@@ -17,7 +18,6 @@ from triptych.serving.bench.results import Measurement
 from triptych.spec.slo import Slo
 from triptych.spec.spec import PipelineSpec
 from triptych.spec.tuned import TUNABLE
-from tune_cases import evidence, measurement, step
 
 TRIALS = 400
 MAX_ERRORS = 29

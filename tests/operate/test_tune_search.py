@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from mistakes import check_refused
+from tests.support.mistakes import check_refused
+from tests.support.tune_cases import Surface, evidence, measurement
 from triptych.base.errors import UserError
 from triptych.operate.tune import trial_servers, tune
 from triptych.operate.tune.kinds import Setting
@@ -17,7 +18,6 @@ from triptych.operate.tune.search import Search, TrialCache
 from triptych.serving.bench.results import Measurement, Streamed, Times
 from triptych.spec.slo import GenerationSlo
 from triptych.spec.spec import PipelineSpec
-from tune_cases import Surface, evidence, measurement
 
 PROMISE = GenerationSlo(e2e_p99="1s")
 DELAY = "serving.queue.max_delay_us"

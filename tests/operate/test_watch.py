@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from conftest import quiet
-from load_samples import measurement
-from monitor_cases import NEEDED, RIGHT, WRONG, answers, look, replayed, rounds
+from tests.support.load_samples import measurement
+from tests.support.monitor_cases import NEEDED, RIGHT, WRONG, answers, look, replayed, rounds
+from tests.support.project import quiet
 from triptych.base.errors import UserError
 from triptych.interface.report.monitor import write_shadow_report
 from triptych.operate.monitor.findings import (

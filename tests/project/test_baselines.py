@@ -18,8 +18,8 @@ from benchmarks.baselines import (
     requests_of,
 )
 from benchmarks.torch_model import TorchModel
-from conftest import quiet, write_pipeline
-from task_pipelines import write_task
+from tests.support.project import quiet, write_pipeline
+from tests.support.task_pipelines import write_task
 from triptych.core.export.to_onnx import export_onnx
 from triptych.core.gate.reference import reference_outputs
 from triptych.core.gate.runs import open_onnx

@@ -25,7 +25,7 @@ from benchmarks.autoscaler import (
 from benchmarks.fleet_simulation import Fleet, Service, arrivals, capacity
 from benchmarks.harness import Series, Turn, run_rounds
 from benchmarks.results import Table
-from deploy_cases import options, write_built
+from tests.support.deploy_cases import options, write_built
 from triptych.base.explained import plain
 from triptych.deploy.context import read_context
 from triptych.deploy.kubernetes import render_scaled_object

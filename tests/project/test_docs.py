@@ -15,8 +15,8 @@ import pytest
 import typer.main
 from typer.testing import CliRunner, Result
 
-from conftest import ROOT, write_pipeline
-from served_command import TRIPTYCH
+from tests.support.project import ROOT, write_pipeline
+from tests.support.served_command import TRIPTYCH
 from triptych.interface.cli import app, demo
 from triptych.spec.eval_file import EVAL_FILE, read_labels
 from triptych.tasks.catalog import TASKS

@@ -12,9 +12,9 @@ from xml.etree import ElementTree
 import yaml
 from pydantic import create_model
 
-from conftest import ROOT
 from documentation import recording, site_pages, tables
-from family_table import LIMIT, OUTCOMES, PAGE, read_record, render_page, turn
+from tests.support.family_table import LIMIT, OUTCOMES, PAGE, read_record, render_page, turn
+from tests.support.project import ROOT
 
 
 def test_the_front_page_is_short_and_shows_a_run_of_the_demo() -> None:

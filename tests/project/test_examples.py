@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from conftest import ROOT
 from examples import labeled, pii, pii_data, ticket_routing
 from examples.fitting import base_model
 from examples.train import EXAMPLES, PIPELINES, read_records
+from tests.support.project import ROOT
 
 SPLITS = {"ticket_routing": ("train", "test"), "pii": ("train", "dev", "test")}
 TRAINED_VALUES = ("first", "last", "street", "city", "domain", "phone", "id", "product", "company")

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-import engine_cases
 from benchmarks.gpu import parts, report, run
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.parts import AS_GENERATED, DONE
 from benchmarks.gpu.pipelines import GpuModel
 from benchmarks.gpu.report import INCOMPLETE
-from conftest import ROOT
+from tests.support import engine_cases
+from tests.support.project import ROOT
 from triptych.container.machine import find_gpus
 
 pytestmark = pytest.mark.long  # loads, servers, every system

@@ -5,8 +5,8 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-from conftest import ROOT
 from documentation.language import Documented, find_mistake, parse, read_documented
+from tests.support.project import ROOT
 
 SCRIPTS = ROOT / "build_scripts"
 PYTHON = sorted(

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-import line_coverage
-from conftest import ROOT
-from line_coverage import PACKAGE, executed_lines, find_module, functions_of, report
+from tests.support import line_coverage
+from tests.support.line_coverage import PACKAGE, executed_lines, find_module, functions_of, report
+from tests.support.project import ROOT
 
 SCRIPT = """
 import pathlib, sys
-import line_coverage
+from tests.support import line_coverage
 line_coverage.FOLDER = pathlib.Path(sys.argv[1])
 from triptych.base.formatting import percent
 percent(0.5)
@@ -22,8 +22,8 @@ percent(0.5)
 
 
 def test_the_lines_of_all_processes_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    support = ROOT / "tests/support"
-    path = os.pathsep.join(map(str, (support / "child_coverage", support, PACKAGE.parent)))
+    folders = (ROOT / "tests/support/child_coverage", ROOT, PACKAGE.parent)
+    path = os.pathsep.join(map(str, folders))
     words = [sys.executable, "-c", SCRIPT, str(tmp_path)]
     subprocess.run(words, env={**os.environ, "PYTHONPATH": path}, check=True)
     source = (PACKAGE / "base/formatting.py").read_text(encoding="utf-8")

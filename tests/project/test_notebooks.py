@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from conftest import ROOT
+from tests.support.project import ROOT
 
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from conftest import ROOT
+from tests.support.project import ROOT
 
 PACKAGE = ROOT / "build_scripts/triptych"
 MODULES = sorted(PACKAGE.rglob("*.py"))

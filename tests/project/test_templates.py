@@ -14,9 +14,9 @@ import pytest
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
-import task_models
-from conftest import build_into, quiet, traffic_texts
-from scaffolding import OWN_MODELS, answer_of, write
+from tests.support import task_models
+from tests.support.project import build_into, quiet, traffic_texts
+from tests.support.scaffolding import OWN_MODELS, answer_of, write
 from triptych.base.errors import UserError
 from triptych.base.files import parse_yaml
 from triptych.building.own_checks import check_own_pipeline

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from conftest import ROOT
-from served_command import endpoints_of, serving
-from wheels import build_wheels, new_environment
+from tests.support.project import ROOT
+from tests.support.served_command import endpoints_of, serving
+from tests.support.wheels import build_wheels, new_environment
 
 
 @pytest.fixture(scope="module")

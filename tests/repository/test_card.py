@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from load_samples import bench, subject
-from plan_cases import facts
+from tests.support.load_samples import bench, subject
+from tests.support.plan_cases import facts
 from triptych.interface.report.bench import write_figures
 from triptych.models.source import read_license
 from triptych.repository.card import render_card

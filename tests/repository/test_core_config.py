@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from conftest import ROOT, write_pipeline
-from mistakes import check_refused, refusal
-from plan_cases import facts
+from tests.support.mistakes import check_refused, refusal
+from tests.support.plan_cases import facts
+from tests.support.project import ROOT, write_pipeline
 from triptych.base.releases import parse_release, without_newer_fields
 from triptych.core.inputs import check_cached_outputs, task_of
 from triptych.interface.cli.plan_text import describe_plan

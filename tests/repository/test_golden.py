@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-import task_models
-from conftest import ROOT, build_into, traffic_texts, write_pipeline
+from tests.support import task_models
+from tests.support.project import ROOT, build_into, traffic_texts, write_pipeline
 from triptych.container.device_check import ROWS_FILE
 
 pytestmark = pytest.mark.build

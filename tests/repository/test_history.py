@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from conftest import lock_data
-from deploy_cases import write_built
-from mistakes import check_refused
+from tests.support.deploy_cases import write_built
+from tests.support.mistakes import check_refused
+from tests.support.project import lock_data
 from triptych.interface.cli import app
 from triptych.interface.cli.monitor import _candidate
 from triptych.repository.history import rollback

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lint_repositories import (
+from tests.support.lint_repositories import (
     LAYOUTS,
     PLAIN_PY,
     edit,
@@ -15,7 +15,7 @@ from lint_repositories import (
     read_fine,
     write_repository,
 )
-from mistakes import refusal
+from tests.support.mistakes import refusal
 from triptych.base.errors import Finding
 from triptych.base.release_changes import CHANGES, KNOWN_DEFECTS
 from triptych.base.releases import OLDEST, TRITON_VERSIONS

@@ -9,9 +9,9 @@ import numpy as np
 import onnx
 import pytest
 
-import precision_cases as cases
-from mistakes import check_refused
-from precision_cases import node
+from tests.support import precision_cases as cases
+from tests.support.mistakes import check_refused
+from tests.support.precision_cases import node
 from triptych.core.precision import float16, quantize
 from triptych.core.precision.linear import Recipe
 from triptych.repository.lint.engine import support_of, unsupported

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conftest import build_into, lock_data, write_pipeline
-from echo_server import CONFIG, ask, write_model
-from processes import CORE_IS_A_PROCESS
+from tests.support.echo_server import CONFIG, ask, write_model
+from tests.support.processes import CORE_IS_A_PROCESS
+from tests.support.project import build_into, lock_data, write_pipeline
 from triptych.base.errors import UserError
 from triptych.building.pipeline_checks import check_pipeline
 from triptych.client import Client, InferenceError

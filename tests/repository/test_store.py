@@ -16,11 +16,12 @@ from typing import cast
 
 import pytest
 
-import scaffolding
-from echo_server import write_model
-from killed_commits import tree
-from mistakes import check_refused
-from rights import without_rights
+from tests.support import scaffolding
+from tests.support.echo_server import write_model
+from tests.support.killed_commits import tree
+from tests.support.mistakes import check_refused
+from tests.support.project import ROOT
+from tests.support.rights import without_rights
 from triptych.base.cache import cached_stage
 from triptych.base.errors import UserError
 from triptych.base.files import check_writable, write_files
@@ -38,15 +39,14 @@ from triptych.repository.store import (
 from triptych.serving.bench.perf_analyzer import export_rows
 from triptych.serving.server import Server
 
-SUPPORT = Path(__file__).parents[1] / "support"
 OLD = {"a/x": b"old", "b/x": b"old", "c/x": b"old"}
 
 
 def test_a_commit_may_be_killed_at_every_moment() -> None:
     """Before each of its operations on files, and at random."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:  # hundreds of commits: in memory
-        words = [sys.executable, str(SUPPORT / "killed_commits.py"), f"{folder}/w"]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+        words = [sys.executable, "-m", "tests.support.killed_commits", f"{folder}/w"]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert set(found["exchange"]) == {"old", "new"}
@@ -182,8 +182,7 @@ def test_a_limit_on_files_is_told_and_leaves_nothing(
 DISKS = """
 import os, subprocess, sys
 from pathlib import Path
-sys.path[:0] = sys.argv[2:]
-from test_store import OLD, tree, write_and_cache
+from tests.repository.test_store import OLD, tree, write_and_cache
 from triptych.base.errors import UserError
 from triptych.repository.store import (
     Work, check_target, recover, sibling_work_dir, write_models
@@ -231,9 +230,8 @@ def test_a_full_a_read_only_and_another_disk_are_told(tmp_path: Path) -> None:
     Models are staged beside the repository, and cannot be renamed across disks.
     """
     unshare = ["unshare", "--map-root-user", "--mount"]
-    words = [*unshare, sys.executable, "-c", DISKS, str(tmp_path), str(Path(__file__).parent)]
-    folders = [str(SUPPORT), str(SUPPORT.parent)]
-    done = subprocess.run([*words, *folders], capture_output=True, text=True, timeout=300)
+    words = [*unshare, sys.executable, "-c", DISKS, str(tmp_path)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
     if done.returncode == 9 or "unshare failed" in done.stderr:
         pytest.skip(f"no mounts here: {done.stderr}")
     assert done.returncode == 0, done.stderr

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from conftest import write_pipeline
-from plan_cases import facts
+from tests.support.plan_cases import facts
+from tests.support.project import write_pipeline
 from triptych.base.errors import UserError
 from triptych.container.serving_machine import variants_in
 from triptych.deploy.numbers import count_more

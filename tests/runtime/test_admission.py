@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from client_toy import wait_until
-from simulated_core import BATCH_ROWS, PIPELINE, Clock, Job, Load, Setup, Simulation
+from tests.support.client_toy import wait_until
+from tests.support.simulated_core import BATCH_ROWS, PIPELINE, Clock, Job, Load, Setup, Simulation
 from triptych.container import supervisor
 from triptych.runtime import in_flight as module
 from triptych.runtime.flow_control import SHUTDOWN_GRACE_S, SILENCE_S, TURNS, FlowControl

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from conftest import quiet
-from gate_cases import make
-from tokenizers_of_kinds import byte_level, unigram
+from tests.support.gate_cases import make
+from tests.support.project import quiet
+from tests.support.tokenizers_of_kinds import byte_level, unigram
 from triptych.core.gate.cached import decoding_of
 from triptych.core.gate.check import describe_outputs
 from triptych.core.gate.ranges import ranges_of, sizes_of

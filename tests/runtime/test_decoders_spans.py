@@ -12,8 +12,8 @@ import pytest
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, processors
 
-from conftest import ROOT
-from tokenizers_of_kinds import byte_level, unigram
+from tests.support.project import ROOT
+from tests.support.tokenizers_of_kinds import byte_level, unigram
 from triptych.core.gate.check import describe_outputs
 from triptych.runtime.decode_answers import CANDIDATES, AnswerDecoder, _best_spans
 from triptych.runtime.decode_entities import EntityDecoder

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from generation_cases import TEMPLATE, TEXTS, byte_pairs, metaspace
+from tests.support.generation_cases import TEMPLATE, TEXTS, byte_pairs, metaspace
 from triptych.runtime import engine_vllm
 from triptych.runtime.engine_ctranslate2 import next_batch
 from triptych.runtime.generation_messages import (

@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from builds import build
-from conftest import ROOT, quiet
-from generation_cases import Answer, Streams, write_adapter
-from generation_served import wait_until
+from tests.support.builds import build
+from tests.support.generation_cases import Answer, Streams, write_adapter
+from tests.support.generation_served import wait_until
+from tests.support.project import ROOT, quiet
 from triptych.building.generation import build as stages
 from triptych.building.generation import live
 from triptych.building.generation.inputs import read_generation

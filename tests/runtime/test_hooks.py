@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conftest import build_into, quiet, traffic_texts, write_pipeline
-from processes import eventually, mark_of
-from task_models import TAGS, TOPICS, tagger, text_classifier
+from tests.support.processes import eventually, mark_of
+from tests.support.project import build_into, quiet, traffic_texts, write_pipeline
+from tests.support.task_models import TAGS, TOPICS, tagger, text_classifier
 from triptych.base.errors import UserError
 from triptych.building.pipeline_checks import check_pipeline
 from triptych.client import Client, InvalidRequestError, PipelineFailedError

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 
-from client_toy import wait_until
-from conftest import LAYOUTS, TRAFFIC_ROWS, quiet, traffic_texts
+from tests.support.client_toy import wait_until
+from tests.support.project import LAYOUTS, TRAFFIC_ROWS, quiet, traffic_texts
 from triptych.client import Client, InvalidRequestError
 from triptych.container.supervisor import step_processes
 from triptych.core.inputs import read_inputs

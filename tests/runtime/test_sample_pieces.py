@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from client_toy import wait_until
+from tests.support.client_toy import wait_until
 from triptych.runtime.row_types import (
     NO_TICKET,
     PAYLOAD,

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from tritonclient.utils import np_to_triton_dtype
 from typer.testing import CliRunner, Result
 
-from client_toy import wait_until
-from conftest import build_into, lock_data, traffic_texts, write_lock, write_pipeline
-from task_models import TOPICS, text_classifier
+from tests.support.client_toy import wait_until
+from tests.support.project import build_into, lock_data, traffic_texts, write_lock, write_pipeline
+from tests.support.task_models import TOPICS, text_classifier
 from triptych.base.errors import UserError
 from triptych.client import Client
 from triptych.container.supervisor import step_processes

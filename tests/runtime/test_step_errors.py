@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import triptych.runtime
-from client_toy import wait_until
+from tests.support.client_toy import wait_until
 from triptych.base.errors import UserError
 from triptych.client import (
     BatchFailedError,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backend_models import PADDED, SCALARS, write_graphs
+from tests.support.backend_models import PADDED, SCALARS, write_graphs
 from triptych.serving.backends import feeds
 from triptych.serving.backends.contract import (
     Contract,

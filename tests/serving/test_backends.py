@@ -16,11 +16,10 @@ import pytest
 from tritonclient.grpc import InferenceServerClient, InferInput, InferRequestedOutput
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-import backend_models
-import served_engines
-from conftest import build_into, traffic_texts, write_pipeline
-from fake_cuda import LOG_VARIABLE
-from processes import eventually, running
+from tests.support import backend_models, served_engines
+from tests.support.fake_cuda import LOG_VARIABLE
+from tests.support.processes import eventually, running
+from tests.support.project import build_into, traffic_texts, write_pipeline
 from triptych.client import Client
 from triptych.container.processor import find_instruction_sets
 from triptych.serving.server import Server

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from conftest import TRAFFIC_ROWS, build_into, write_pipeline
-from load_samples import NASTY, NOTHING_ANSWERED, bench, measurement, point, subject
-from mistakes import check_refused, refusal
+from tests.support.load_samples import NASTY, NOTHING_ANSWERED, bench, measurement, point, subject
+from tests.support.mistakes import check_refused, refusal
+from tests.support.project import TRAFFIC_ROWS, build_into, write_pipeline
 from triptych.base.errors import UserError
 from triptych.interface.cli import app
 from triptych.interface.cli.measure import PriceOptions

@@ -12,9 +12,9 @@ import grpc  # type: ignore[import-untyped]
 import pytest
 from tritonclient.grpc import service_pb2_grpc
 
-from echo_server import write_model
-from envoy_front import envoy, infer_request
-from processes import eventually, running
+from tests.support.echo_server import write_model
+from tests.support.envoy_front import envoy, infer_request
+from tests.support.processes import eventually, running
 from triptych.container.flags import ServerFlags, production_flags
 from triptych.serving.embedded import find_release
 from triptych.serving.server import Server, ServerProfile

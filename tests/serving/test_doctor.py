@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from conftest import ROOT
-from mistakes import refusal
-from rights import without_rights
+from tests.support.mistakes import refusal
+from tests.support.project import ROOT
+from tests.support.rights import without_rights
 from triptych.base.errors import Finding, UserError
 from triptych.base.extras import BASE
 from triptych.serving.doctor import (

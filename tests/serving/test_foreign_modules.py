@@ -11,10 +11,10 @@ from urllib.request import Request
 import psutil
 import pytest
 
-from conftest import write_pipeline
-from container_image import image_of, server_of
-from http_pages import fetch
-from served_command import TRIPTYCH, endpoints_of, serving
+from tests.support.container_image import image_of, server_of
+from tests.support.http_pages import fetch
+from tests.support.project import write_pipeline
+from tests.support.served_command import TRIPTYCH, endpoints_of, serving
 from triptych.client import Client
 
 pytestmark = pytest.mark.server

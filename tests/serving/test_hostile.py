@@ -13,9 +13,9 @@ import pytest
 from tritonclient.grpc import service_pb2_grpc
 
 from benchmarks.fuzz import overflowing_requests
-from conftest import build_into, traffic_texts
-from processes import mark_of, regions, running
-from task_pipelines import write_task
+from tests.support.processes import mark_of, regions, running
+from tests.support.project import build_into, traffic_texts
+from tests.support.task_pipelines import write_task
 from triptych.client import Client, InvalidRequestError
 from triptych.repository.config import read_config
 from triptych.runtime.request_errors import RequestError

@@ -24,15 +24,15 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from builds import build
-from conftest import build_into, quiet
-from conftest import write_pipeline as write_encoder
-from generation_cases import write_pipeline as write_generation
-from generation_cases import write_tiny_model
-from hot_reload_cases import Asker, hooks, write_tickets
-from processes import CORE_IS_A_PROCESS, eventually, mark_of, regions, running
-from served_command import endpoints_of, serving
-from text2text_cases import write_model, write_pipeline
+from tests.support.builds import build
+from tests.support.generation_cases import write_pipeline as write_generation
+from tests.support.generation_cases import write_tiny_model
+from tests.support.hot_reload_cases import Asker, hooks, write_tickets
+from tests.support.processes import CORE_IS_A_PROCESS, eventually, mark_of, regions, running
+from tests.support.project import build_into, quiet
+from tests.support.project import write_pipeline as write_encoder
+from tests.support.served_command import endpoints_of, serving
+from tests.support.text2text_cases import write_model, write_pipeline
 from triptych.building.generation.inputs import read_generation
 from triptych.building.generation.text2text import read_text2text
 from triptych.client import Client, InferenceError, PipelineNotReadyError, ServerUnreachableError

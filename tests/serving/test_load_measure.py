@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mistakes import refusal
-from processes import running
+from tests.support.mistakes import refusal
+from tests.support.processes import running
 from triptych.base.errors import UserError
 from triptych.serving.bench import measure as load_measure
 from triptych.serving.bench import rates

@@ -16,12 +16,12 @@ from urllib.request import Request
 import psutil
 import pytest
 
-from conftest import build_into
-from hot_reload_cases import Asker, hooks, write_tickets
-from http_pages import fetch
-from processes import eventually, mark_of, regions
-from served_command import TRIPTYCH, endpoints_of, serving
-from shims import MovedClock, slow_access
+from tests.support.hot_reload_cases import Asker, hooks, write_tickets
+from tests.support.http_pages import fetch
+from tests.support.processes import eventually, mark_of, regions
+from tests.support.project import build_into
+from tests.support.served_command import TRIPTYCH, endpoints_of, serving
+from tests.support.shims import MovedClock, slow_access
 from triptych.client import Client, InferenceError
 from triptych.container.lock_check import check_repository
 from triptych.container.supervisor import step_processes

@@ -22,8 +22,8 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from benchmarks.fuzz import fuzz
-from conftest import set_setting
-from processes import eventually, mark_of, repeated, running
+from tests.support.processes import eventually, mark_of, repeated, running
+from tests.support.project import set_setting
 from triptych.client import Client, InferenceError, InvalidRequestError
 from triptych.client.wire import infer_request
 from triptych.runtime.in_flight import InFlight

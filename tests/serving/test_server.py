@@ -25,10 +25,10 @@ import pytest
 from tritonclient.grpc import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
-from echo_server import ECHO, ENSEMBLE, ask, write_model
-from envoy_front import send_http
-from http_pages import page
-from processes import CORE_IS_A_PROCESS, eventually, mark_of, regions, running
+from tests.support.echo_server import ECHO, ENSEMBLE, ask, write_model
+from tests.support.envoy_front import send_http
+from tests.support.http_pages import page
+from tests.support.processes import CORE_IS_A_PROCESS, eventually, mark_of, regions, running
 from triptych.base.errors import UserError
 from triptych.base.releases import flags_newer_than
 from triptych.client import Client

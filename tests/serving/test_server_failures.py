@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from echo_server import CONFIG as ECHO_CONFIG
-from echo_server import ECHO, ENSEMBLE, ask, write_model
-from failing_models import STOP_ONCE, STOPPING, initializing_with
-from processes import eventually, running
+from tests.support.echo_server import CONFIG as ECHO_CONFIG
+from tests.support.echo_server import ECHO, ENSEMBLE, ask, write_model
+from tests.support.failing_models import STOP_ONCE, STOPPING, initializing_with
+from tests.support.processes import eventually, running
 from triptych.base.errors import UserError
 from triptych.base.releases import CONFIG_FIELDS, SERVER_FLAGS
 from triptych.container.supervisor import STARVED, _awaited_children

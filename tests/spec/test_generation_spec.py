@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from generation_cases import write_adapter, write_pipeline, write_tiny_model
-from mistakes import check_refused, refusal
+from tests.support.generation_cases import write_adapter, write_pipeline, write_tiny_model
+from tests.support.mistakes import check_refused, refusal
 from triptych.building.generation.adapters import WEIGHTS, read_adapter
 from triptych.building.generation.build import check_texts, make_text_manifest
 from triptych.building.generation.gate import LIMITS, cause_of, limits_of

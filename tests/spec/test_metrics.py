@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import yaml
 
-from conftest import ROOT
-from decoded_cases import (
+from tests.support.decoded_cases import (
     EXAMPLES,
     PERFECT,
     Decoded,
@@ -29,7 +28,8 @@ from decoded_cases import (
     vectors,
     words,
 )
-from mistakes import check_refused, refusal
+from tests.support.mistakes import check_refused, refusal
+from tests.support.project import ROOT
 from triptych.spec.backends import Precision
 from triptych.spec.custom_task import custom_task
 from triptych.spec.eval_file import first_rows, read_labels

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conftest import LAYOUTS, write_pipeline
-from plan_cases import facts
+from tests.support.plan_cases import facts
+from tests.support.project import LAYOUTS, write_pipeline
 from triptych.base.tensors import INPUT_IDS, ROW_LENGTH, ROW_OFFSET, TokenRow
 from triptych.core.requests import core_feed
 from triptych.models.info import ImageInfo

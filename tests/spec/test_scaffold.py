@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from conftest import ROOT
-from mistakes import check_refused
-from scaffolding import ENCODERS, run, write
+from tests.support.mistakes import check_refused
+from tests.support.project import ROOT
+from tests.support.scaffolding import ENCODERS, run, write
 from triptych.base.errors import UserError
 from triptych.building import pipeline_checks
 from triptych.building.pipeline_checks import Check

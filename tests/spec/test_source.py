@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from checkpoint_files import change, write
-from mistakes import check_refused
+from tests.support.checkpoint_files import change, write
+from tests.support.mistakes import check_refused
 from triptych.base.errors import UserError
 from triptych.models.fields import EncoderSource, ModelSource
 from triptych.models.info import Dense, Loader, Normalize

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-import generation_cases
-from conftest import write_pipeline
-from mistakes import check_refused
+from tests.support import generation_cases
+from tests.support.mistakes import check_refused
+from tests.support.project import write_pipeline
 from triptych.base.cache import sha256_of
 from triptych.spec.generation_fields import load_generation_spec
 from triptych.spec.slo import Slo, parse_slo

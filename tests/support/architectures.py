@@ -10,7 +10,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from conftest import share_export_registry
+from tests.support.project import share_export_registry
 from triptych.base.cache import cached_stage, code_hash, sha256_of, versions_of
 from triptych.base.tensors import (
     FIRST_SEGMENT,

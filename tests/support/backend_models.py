@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import onnx.parser
 
-from served_engines import write_model as write_engine
-from tensorrt_cases import Ranges
+from tests.support.served_engines import write_model as write_engine
+from tests.support.tensorrt_cases import Ranges
 
 BACKENDS = ("onnxruntime", "tensorrt")
 """Backends that join rows."""

@@ -21,7 +21,7 @@ from typing import Any
 import aiohttp
 import brotli
 
-from conftest import ROOT, one_at_a_time
+from tests.support.project import ROOT, one_at_a_time
 
 VERSION = "153.0.0"
 SHA256 = "20e5656fcdcf4118ede85edfb9d6bb9cc1bbb7ffb8b75622fffbcf36a835c3c0"

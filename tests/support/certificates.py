@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from processes import eventually, repeated
+from tests.support.processes import eventually, repeated
 
 
 def write_certificate(folder: Path, name: str, file: str = "server") -> None:

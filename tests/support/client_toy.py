@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from client_play import PLAY, PLAY_CONFIG, PLAYED, play_config
+from tests.support.client_play import PLAY, PLAY_CONFIG, PLAYED, play_config
 from triptych.client import AsyncClient, Client
 from triptych.serving.server import Server
 

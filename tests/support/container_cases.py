@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from conftest import ROOT
+from tests.support.project import ROOT
 from triptych.container.machine import Machine, VisibleGpu
 
 PACKAGE = ROOT / "build_scripts/triptych"
@@ -91,4 +91,11 @@ def copy_of_the_images_files(folder: Path) -> Path:
             else:
                 target.mkdir(parents=True, exist_ok=True)
                 shutil.copy(source, target)
+    return folder
+
+
+def copy_packed(repository: Path, folder: Path) -> Path:
+    """Copy the packed pipeline of a repository."""
+    for part in repository.glob("minilm_packed*"):
+        shutil.copytree(part, folder / part.name)
     return folder

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import psutil
 
-from container_cases import copy_of_the_images_files
-from processes import eventually
+from tests.support.container_cases import copy_of_the_images_files
+from tests.support.processes import eventually
 from triptych.base.cache import cache_root
 from triptych.container.supervisor import STARVED
 from triptych.serving.embedded import find_installation, find_release

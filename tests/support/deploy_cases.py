@@ -8,11 +8,11 @@ from typing import Any
 
 import yaml
 
-from conftest import write_pipeline
-from container_cases import ENSEMBLE
-from generation_cases import write_pipeline as write_generating
-from load_samples import bench as bench_result
-from load_samples import rate_search
+from tests.support.container_cases import ENSEMBLE
+from tests.support.generation_cases import write_pipeline as write_generating
+from tests.support.load_samples import bench as bench_result
+from tests.support.load_samples import rate_search
+from tests.support.project import write_pipeline
 from triptych.base.explained import plain
 from triptych.deploy.context import Manifests
 from triptych.deploy.folder import write_manifests

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-import fake_cuda
-import fake_tensorrt
-from conftest import build_into, lock_data, write_lock, write_pipeline
-from container_cases import H200
+from tests.support import fake_cuda, fake_tensorrt
+from tests.support.container_cases import H200
+from tests.support.project import build_into, lock_data, write_lock, write_pipeline
 from triptych.container.machine import VisibleGpu
 from triptych.core.engine import cuda as own_gpu
 

@@ -1,6 +1,6 @@
 """Code of Triton models that stop, fail or die at a chosen place."""
 
-from echo_server import ECHO
+from tests.support.echo_server import ECHO
 
 
 def initializing_with(statement: str) -> str:

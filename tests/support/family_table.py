@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from conftest import ROOT
+from tests.support.project import ROOT
 
 RECORD = ROOT / "tests/data/families.jsonl"
 PAGE = ROOT / "pipelines/families.md"

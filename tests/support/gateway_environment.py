@@ -8,7 +8,7 @@ import subprocess
 import venv
 from typing import Any
 
-from conftest import ROOT, one_at_a_time
+from tests.support.project import ROOT, one_at_a_time
 
 NEEDED = ROOT / "tests/data/gateway_clients.txt"
 

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from tokenizers_of_kinds import byte_level
+from tests.support.tokenizers_of_kinds import byte_level
 from triptych.building.generation.adapters import CONFIG, WEIGHTS
 from triptych.building.generation.inputs import GeneratingInputs, Prompt
 from triptych.building.generation.reference import Reference

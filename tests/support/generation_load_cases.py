@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from load_samples import bench, measurement, outcome
+from tests.support.load_samples import bench, measurement, outcome
 from triptych.operate.tune.results import Outcome
 from triptych.serving.bench.bottleneck import find_bottleneck
 from triptych.serving.bench.perf_output import (

@@ -8,9 +8,9 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from builds import build
-from conftest import ROOT, quiet
-from generation_cases import TEXTS, write_adapter, write_pipeline, write_tiny_model
+from tests.support.builds import build
+from tests.support.generation_cases import TEXTS, write_adapter, write_pipeline, write_tiny_model
+from tests.support.project import ROOT, quiet
 from triptych.building.generation.inputs import read_generation
 from triptych.serving.server import Server
 from triptych.spec.generation_fields import load_generation_spec

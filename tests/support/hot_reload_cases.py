@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from conftest import traffic_texts, write_pipeline
-from task_models import text_classifier
+from tests.support.project import traffic_texts, write_pipeline
+from tests.support.task_models import text_classifier
 from triptych.client import Client
 
 HOOKS = """

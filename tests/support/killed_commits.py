@@ -1,8 +1,8 @@
 """Commits of small models by processes that are killed; `main` prints the results as JSON.
 
-Usage: ``python killed_commits.py FOLDER``. It kills a commit before each operation on files, then
-some at random times; then again where two models cannot trade places. It forks, and therefore runs
-in a process of its own.
+Usage: ``python -m tests.support.killed_commits FOLDER``. It kills a commit before each operation
+on files, then some at random times; then again where two models cannot trade places. It forks, and
+therefore runs in a process of its own.
 """
 
 import json

@@ -1,9 +1,9 @@
 """Which lines of the package the tests execute: `make test COVERAGE=1` and `make coverage`.
 
-As a plugin of pytest (``-p line_coverage``) it records in the processes of pytest and prints the
-report at the end. `child_coverage/sitecustomize.py` records in all other Python processes as well:
-commands, and steps of a tritonserver, whose files are modules of `runtime/`. A process that is
-killed, or that starts without PYTHONPATH, is not recorded.
+As a plugin of pytest (``-p tests.support.line_coverage``) it records in the processes of pytest and
+prints the report at the end. `child_coverage/sitecustomize.py` records in all other Python
+processes as well: commands, and steps of a tritonserver, whose files are modules of `runtime/`. A
+process that is killed, or that starts without PYTHONPATH, is not recorded.
 """
 
 import ast

@@ -4,7 +4,7 @@ import math
 import time
 from dataclasses import replace
 
-from load_samples import measurement
+from tests.support.load_samples import measurement
 from triptych.operate.monitor.results import MonitorRun
 from triptych.operate.monitor.scores import MeanTest, MetricValue, SequentialEvidence
 from triptych.operate.monitor.shadow_verdict import (

@@ -12,7 +12,7 @@ import pytest
 from google.protobuf import json_format
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from processes import eventually, serving_http
+from tests.support.processes import eventually, serving_http
 
 CALLER = "00f067aa0ba902b7"
 STEPS = ("preprocess", "core", "postprocess")

@@ -11,9 +11,9 @@ import numpy as np
 import onnx
 from safetensors.numpy import save_file
 
-from client_toy import wait_until
-from conftest import quiet
-from scaffolding import run
+from tests.support.client_toy import wait_until
+from tests.support.project import quiet
+from tests.support.scaffolding import run
 from triptych.core.own_inputs import read_own_inputs
 from triptych.spec.model_fields import load_model_spec
 
@@ -68,7 +68,7 @@ def read_own(base: Path, name: str, *overrides: str) -> PipelineInputs:
 
 def build_own(base: Path, name: str, *overrides: str) -> BuildOutcome:
     """Build the pipeline into ``base/repository``."""
-    from builds import build
+    from tests.support.builds import build
 
     return build(read_own(base, name, *overrides), base / "repository", quiet)
 

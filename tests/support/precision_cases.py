@@ -41,21 +41,21 @@ class Exported:
     pad: int
 
     def feed(self, rows: Sequence[Sequence[int]]) -> Feed:
-        import architectures as models  # needs torch, which pure tests do without
+        from tests.support import architectures as models  # needs torch
 
         samples = [models.token_row(row) for row in rows]
         return core_feed(samples, models.LAYOUT_INPUTS[self.layout], pad_token_id=self.pad)
 
     def feeds(self, *, seed: int = 7) -> list[Feed]:
         """One row each, as for calibration."""
-        import architectures as models
+        from tests.support import architectures as models
 
         return [self.feed([row]) for row in models.random_rows(seed=seed)]
 
 
 def export(name: str, head: str, layout: str) -> Exported:
     """The core of an architecture."""
-    import architectures as models
+    from tests.support import architectures as models
 
     folder, facts = models.exported(name, head, layout)
     return Exported(folder / "onnx/model.onnx", layout, facts.pad_token_id)

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from conftest import ROOT
-from fake_tensorrt.records import read_record
-from tensorrt_cases import Ranges, plan_of
+from tests.support.fake_tensorrt.records import read_record
+from tests.support.project import ROOT
+from tests.support.tensorrt_cases import Ranges, plan_of
 from triptych.repository.config import CONFIG_FILE, print_config, read_config
 from triptych.spec.engine_plan import EnginePlan
 
@@ -32,8 +32,8 @@ def write_fakes(folder: Path) -> Path:
         path = backend / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(
-            f"import sys\nsys.path[:0] = {[str(ROOT / 'tests'), str(ROOT / 'tests/support')]!r}\n"
-            f"from {SOURCES[file]} import {body.format(major=MAJOR)}\n"
+            f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
+            f"from tests.support.{SOURCES[file]} import {body.format(major=MAJOR)}\n"
             "sys.modules[__name__] = module\n",
             encoding="utf-8",
         )

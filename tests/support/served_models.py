@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from conftest import traffic_texts
-from tokenizers_of_kinds import LONGEST, train
+from tests.support.project import traffic_texts
+from tests.support.tokenizers_of_kinds import LONGEST, train
 
 TAGS = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]
 INFERENCE = ["contradiction", "neutral", "entailment"]

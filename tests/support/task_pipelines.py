@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from conftest import traffic_texts
-from task_models import MODELS
+from tests.support.project import traffic_texts
+from tests.support.task_models import MODELS
 
 CONTEXT = "The lamp is kept by Ines in the old harbour house. "
 IMAGES = 72

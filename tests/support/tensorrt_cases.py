@@ -5,8 +5,8 @@ from typing import Any
 
 import onnx
 
-from fake_tensorrt.builder import TYPES
-from fake_tensorrt.runtime import pack_plan
+from tests.support.fake_tensorrt.builder import TYPES
+from tests.support.fake_tensorrt.runtime import pack_plan
 
 Ranges = Mapping[str, Sequence[Sequence[int]]]
 """By input: its smallest, usual and largest shape."""

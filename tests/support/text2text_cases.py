@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers_of_kinds import train
+from tests.support.tokenizers_of_kinds import train
 from triptych.building.generation.text2text import without_advice
 
 TEXTS = (

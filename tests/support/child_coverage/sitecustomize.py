@@ -1,5 +1,5 @@
 """Record coverage in every Python process that inherits the PYTHONPATH of `make coverage`."""
 
-import line_coverage
+from tests.support import line_coverage
 
 line_coverage.start()

@@ -12,7 +12,13 @@ from typing import Any
 
 import pytest
 
-from fake_tensorrt.records import MAJORS, RecordedModule, limited, make_enum, read_record
+from tests.support.fake_tensorrt.records import (
+    MAJORS,
+    RecordedModule,
+    limited,
+    make_enum,
+    read_record,
+)
 
 __all__ = ["MAJORS", "Play", "install"]
 
@@ -59,7 +65,7 @@ def install(monkeypatch: pytest.MonkeyPatch, major: str) -> Any:
 
 def make_module(major: str) -> Any:
     """Return the fake module of ``10`` or ``11``."""
-    from fake_tensorrt import builder, runtime
+    from tests.support.fake_tensorrt import builder, runtime
 
     record = read_record(major)
     module = RecordedModule("tensorrt")

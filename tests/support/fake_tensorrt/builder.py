@@ -6,8 +6,8 @@ from typing import Any
 
 import onnx
 
-from fake_tensorrt.records import Fake
-from fake_tensorrt.runtime import pack_plan
+from tests.support.fake_tensorrt.records import Fake
+from tests.support.fake_tensorrt.runtime import pack_plan
 from triptych.base.onnx_graph import value_types
 
 TIMES = b"FAKE-TIMES\n"

@@ -5,7 +5,7 @@ from enum import Enum
 from types import ModuleType
 from typing import Any
 
-from conftest import ROOT
+from tests.support.project import ROOT
 
 MAJORS = ("10", "11")
 FOLDER = ROOT / "tests/data/tensorrt_api"

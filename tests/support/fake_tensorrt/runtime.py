@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx as onnx_pb
 
-from fake_tensorrt.records import Fake
+from tests.support.fake_tensorrt.records import Fake
 
 TAG = b"FAKE-TENSORRT-PLAN\n"
 NUMPY = {

@@ -1,0 +1,1 @@
+"""Tests of the project; `support` has what several files use."""

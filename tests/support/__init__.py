@@ -1,0 +1,1 @@
+"""Fakes, models, servers, cases and fixtures that several files of tests use."""
