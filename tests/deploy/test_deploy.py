@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 import yaml
-from kubernetes_validate.utils import schema_contents
 from typer.testing import CliRunner
 
 from tests.support.deploy_cases import (
     ENGINE,
-    KUBERNETES,
     document,
     kustomized,
     options,
@@ -39,7 +37,7 @@ from triptych.deploy.assumptions import (
     core_files_mib,
 )
 from triptych.deploy.checks import CHECKS, check_manifests
-from triptych.deploy.checks.pods import FIELDS, Known
+from triptych.deploy.checks.pods import Known
 from triptych.deploy.context import Manifests, read_context
 from triptych.deploy.folder import write_manifests
 from triptych.deploy.options import TARGETS, parse_mebibytes
@@ -438,13 +436,6 @@ def test_what_cannot_be_read_is_a_finding(tmp_path: Path) -> None:
         (container,) = objects[0]["spec"]["template"]["spec"]["containers"]
         container |= dict.fromkeys(container.keys() - {"image"}, value)
         found_in(tmp_path / "odd", yaml.safe_dump_all(objects))
-
-
-def test_fields_are_those_of_the_newest_kubernetes() -> None:
-    folder = f"kubernetes-json-schema/v{KUBERNETES[0]}.0-local-strict"
-    for kind, names in FIELDS.items():
-        schema = schema_contents(f"{folder}/{kind.lower()}-v1.json", KUBERNETES[0])
-        assert sorted(names.split()) == sorted(schema["properties"]), kind
 
 
 def test_the_command_line_tells_findings_and_ends_as_lint_does(tmp_path: Path) -> None:

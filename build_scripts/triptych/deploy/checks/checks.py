@@ -25,8 +25,6 @@ def _kinds(*kinds: str) -> Callable[[Folder], list[ManifestObject]]:
 CHECKS = (
     LintCheck("manifest-readable", attrgetter("unread"), objects.manifest_readable),
     LintCheck("serves-triton", Folder.itself, objects.serves_triton),
-    LintCheck("api-version", attrgetter("objects"), fleet.api_version),
-    LintCheck("field-known", _servers, pods.field_known),
     LintCheck("image-tag", _servers, pods.image_tag),
     LintCheck("startup-probe", _servers, pods.startup_probe),
     LintCheck("readiness-probe", _servers, pods.readiness_probe),

@@ -16,33 +16,11 @@ from triptych.repository.config import COUNTED_FROM, HISTOGRAM
 from triptych.repository.lint.snapshot import Flaw, error, warning
 from triptych.runtime.generation_metrics import NAMES, PREFIX
 
-# API version, the Kubernetes release that removed it (its deprecation guide), and the new version.
-REMOVED = {
-    "autoscaling/v2beta1": ("1.25", "autoscaling/v2"),
-    "autoscaling/v2beta2": ("1.26", "autoscaling/v2"),
-    "policy/v1beta1": ("1.25", "policy/v1"),
-    "extensions/v1beta1": ("1.22", "apps/v1 or networking.k8s.io/v1"),
-    "apps/v1beta1": ("1.16", "apps/v1"),
-    "apps/v1beta2": ("1.16", "apps/v1"),
-    "networking.k8s.io/v1beta1": ("1.22", "networking.k8s.io/v1"),
-    "batch/v1beta1": ("1.25", "batch/v1"),
-}
 _AUTHENTICATES = re.compile(
     r"require_client_certificate\W+true|(jwt_authn|api_key_auth|basic_auth|ext_authz|oauth2)\.v3"
 )
 """Settings of Envoy by which clients authenticate."""
 _STANDARD = ("Standard", "RawDeployment", "")
-
-
-def api_version(one: ManifestObject) -> Iterator[Flaw]:
-    version = str(one.data.get("apiVersion", ""))
-    if version in REMOVED:
-        gone, now = REMOVED[version]
-        yield error(
-            "An API must exist in supported clusters",
-            f"{version} {one.kind}, removed in Kubernetes {gone}",
-            f"Write {now}",
-        )
 
 
 def replicas_autoscaled(autoscaler: ManifestObject) -> Iterator[Flaw]:

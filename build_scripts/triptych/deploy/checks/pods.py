@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from triptych.base.errors import closest
 from triptych.container.flags import ServerFlags as ServerOptions
 from triptych.container.serving_machine import (
     ServingMachine,
@@ -30,28 +29,6 @@ from triptych.repository.lint.snapshot import Flaw, error, warning
 from triptych.repository.manifest import EncoderManifest, TextManifest, read_manifest
 from triptych.repository.records import EngineRecord
 
-# Fields of Kubernetes 1.37's API; a cluster drops others, with a warning at most.
-FIELDS = {
-    "PodSpec": """activeDeadlineSeconds affinity automountServiceAccountToken containers dnsConfig
-        dnsPolicy enableServiceLinks ephemeralContainers evictionResponders hostAliases hostIPC
-        hostNetwork hostPID hostUsers hostname hostnameOverride imagePullSecrets initContainers
-        nodeName nodeSelector os overhead preemptionPolicy priority priorityClassName
-        readinessGates resourceClaims resources restartPolicy runtimeClassName schedulerName
-        schedulingGates schedulingGroup securityContext serviceAccount serviceAccountName
-        setHostnameAsFQDN shareProcessNamespace subdomain terminationGracePeriodSeconds
-        tolerations topologySpreadConstraints volumes""",
-    "Container": """args command env envFrom image imagePullPolicy lifecycle livenessProbe name
-        ports readinessProbe resizePolicy resources restartPolicy restartPolicyRules
-        securityContext startupProbe stdin stdinOnce terminationMessagePath
-        terminationMessagePolicy tty volumeDevices volumeMounts workingDir""",
-    "Probe": """exec failureThreshold grpc httpGet initialDelaySeconds periodSeconds
-        successThreshold tcpSocket terminationGracePeriodSeconds timeoutSeconds""",
-    "Lifecycle": "postStart preStop stopSignal",
-    "LifecycleHandler": "exec httpGet sleep tcpSocket",
-    "SecurityContext": """allowPrivilegeEscalation appArmorProfile capabilities privileged procMount
-        readOnlyRootFilesystem runAsGroup runAsNonRoot runAsUser seLinuxOptions seccompProfile
-        windowsOptions""",
-}
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 USUAL_GRACE_S = 30
 _SHELLS = ("sh", "bash", "dash", "ash")
@@ -59,28 +36,6 @@ _HEALTH = "triptych.container.health"
 _ANSWER_S = 4
 _SIZES = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "k": 10**3, "M": 10**6, "G": 10**9}
 _KSERVE = ("InferenceService", "ServingRuntime", "ClusterServingRuntime")
-
-
-def field_known(server: ServerPods) -> Iterator[Flaw]:
-    container = server.container
-    parts: list[tuple[str, str, Any]] = [("containers[]", "Container", container)]
-    parts += [(kind, "Probe", container.get(kind)) for kind in PROBES]
-    lifecycle = mapping(container.get("lifecycle"))
-    parts += [("lifecycle", "Lifecycle", lifecycle)]
-    parts += [("lifecycle.preStop", "LifecycleHandler", lifecycle.get("preStop"))]
-    parts += [("securityContext", "SecurityContext", container.get("securityContext"))]
-    if server.owner.kind not in _KSERVE:
-        parts += [("spec", "PodSpec", server.pod)]
-    else:
-        parts[0] = ("containers[]", "Container", {})
-    for path, kind, value in parts:
-        known = FIELDS[kind].split()
-        for name in sorted(set(mapping(value)) - set(known)):
-            yield error(
-                "A field must be one that Kubernetes knows: it drops others silently",
-                f"{name} in {path}",
-                f"{closest(name, known)}It has {', '.join(known)}",
-            )
 
 
 def image_tag(server: ServerPods) -> Iterator[Flaw]:

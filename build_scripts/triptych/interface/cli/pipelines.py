@@ -356,6 +356,7 @@ def lint(
     """Check a model repository or manifests, without a server.
 
     Manifests are checked if FOLDER holds them and no model; they can be those of another project.
+    A server says by itself which model or field does not exist, and which tensors do not fit.
     """
     from triptych.repository.config import CONFIG_FILE
     from triptych.repository.lint import run_checks

@@ -6,8 +6,6 @@ and warm-ups and CUDA graphs must be requests that the model accepts.
 
 from __future__ import annotations
 
-import difflib
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -23,7 +21,6 @@ from triptych.base.releases import (
 from triptych.repository.lint.ensemble import Wiring, wirings
 from triptych.repository.lint.snapshot import (
     BACKENDS,
-    ENSEMBLE,
     Flaw,
     Model,
     calls,
@@ -304,102 +301,6 @@ def triton_version(model: Model) -> Iterator[Flaw]:
             f"Use core.precision fp16 or fp32, or target Triton {ACCELERATOR_BF16} or later "
             "(serving.triton)",
         )
-
-
-def backend_known(model: Model) -> Iterator[Flaw]:
-    """Check that backend and platform exist and belong together."""
-    config, known = model.config, BACKENDS.get(model.backend)
-    if not model.backend:
-        yield error(
-            "must name a backend, or have a file that identifies it",
-            f"platform {config.platform!r}, no backend",
-            'Write backend: "onnxruntime" (or python, tensorrt, ...)',
-        )
-    elif model.is_ensemble and (config.platform != ENSEMBLE or config.backend):
-        yield error(
-            f'must have platform: "{ENSEMBLE}" and no backend to schedule an ensemble',
-            f"platform {config.platform!r}, backend {config.backend!r}",
-            f'Write platform: "{ENSEMBLE}" and remove backend',
-        )
-    elif model.is_ensemble:
-        if not config.HasField("ensemble_scheduling"):
-            yield error(
-                "must have ensemble_scheduling when its platform is ensemble",
-                "none",
-                "Add ensemble_scheduling with its steps, or name a backend",
-            )
-    elif known is None:
-        yield from _unknown_backend(model)
-    elif config.platform and known.platforms and config.platform not in known.platforms:
-        yield error(
-            "must have a platform that goes with its backend",
-            f"backend {model.backend}, platform {config.platform}",
-            f"Remove platform, or write {known.platforms[0]}",
-        )
-
-
-def _unknown_backend(model: Model) -> Iterator[Flaw]:
-    library = f"libtriton_{model.backend}.so"
-    if any(is_file(folder / library) for folder in (model.folder, *model.served_folders)):
-        return
-    close = difflib.get_close_matches(model.backend, BACKENDS, n=1, cutoff=0.8)
-    remedy = f"Install the backend in the server's backend folder; known: {names(BACKENDS)}"
-    yield (error if close else warning)(
-        "must name a backend that the server has",
-        model.backend,
-        f"Did you mean {close[0]}?" if close else remedy,
-    )
-
-
-def ensemble_fields(model: Model) -> Iterator[Flaw]:
-    """Check that an ensemble sets no field that belongs to its steps."""
-    present = {field.name for field, _ in model.config.ListFields()}
-    forbidden = present & {"instance_group", "optimization", "model_warmup"}
-    if forbidden:
-        yield error(
-            "must not set fields on an ensemble that belong to its steps",
-            names(forbidden),
-            "Move it into the config of a step",
-        )
-
-
-def tensor_valid(model: Model) -> Iterator[Flaw]:
-    """Check that inputs and outputs have unique names, a dtype and dims of at least 1 or -1."""
-    for kind in ("input", "output"):
-        tensors = getattr(model.config, kind)
-        twice = [name for name, n in Counter(t.name for t in tensors).items() if n > 1]
-        if twice:
-            rule = f"must give every {kind} a unique name"
-            yield error(rule, f"twice: {names(twice)}", "Rename or remove one")
-        for index, tensor in enumerate(tensors):
-            for rule, given in _tensor_faults(tensor):
-                remedy = f"Correct the {kind} in {model.where}"
-                yield error(rule, f"{kind} {tensor.name or index}: {given}", remedy)
-
-
-def _tensor_faults(tensor: Any) -> Iterator[tuple[str, str]]:
-    if not tensor.name:
-        yield "must name every tensor", "no name"
-    if enum_name(tensor, "data_type") == "TYPE_INVALID":
-        yield "must give every tensor a data_type", "none"
-    if not tensor.dims:
-        yield "must give every tensor dims", "none; write [1] for one value per row"
-    shapes = [tensor.dims, tensor.reshape.shape]
-    wrong = [dim for shape in shapes for dim in shape if dim < 1 and dim != -1]
-    if wrong:
-        yield "must have dims of at least 1, or -1 for variable", names(wrong)
-    elif tensor.HasField("reshape") and _blocks(tensor.dims) != _blocks(tensor.reshape.shape):
-        yield (
-            "must reshape to as many values as dims hold",
-            f"dims {dims_text(tensor.dims)}, reshape {dims_text(tensor.reshape.shape)}",
-        )
-
-
-def _blocks(dims: Sequence[int]) -> list[int]:
-    """Return the number of values between one variable dim and the next."""
-    starts = [0, *(i + 1 for i, dim in enumerate(dims) if dim == -1)]
-    ends = [*(i for i, dim in enumerate(dims) if dim == -1), len(dims)]
-    return [prod(dims[start:end]) for start, end in zip(starts, ends, strict=True)]
 
 
 def instance_group(model: Model) -> Iterator[Flaw]:

@@ -87,16 +87,6 @@ def config_readable(model: Model) -> Iterator[Flaw]:
         )
 
 
-def model_name(model: Model) -> Iterator[Flaw]:
-    """Check that the name in the config is the folder's name."""
-    if model.config.name not in ("", model.name):
-        yield error(
-            "must name the model as its folder is named",
-            f"name: {model.config.name}, folder: {model.name}",
-            f'Write name: "{model.name}", or rename the folder',
-        )
-
-
 def version_folder(model: Model) -> Iterator[Flaw]:
     """Check that every model has a numeric version folder."""
     if not model.backend and model.config is None and not model.config_problem:
