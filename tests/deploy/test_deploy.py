@@ -387,8 +387,7 @@ def test_each_check_finds_its_mistake_and_no_other_one(tmp_path: Path, known: Kn
         assert first.remedy, check
         assert first.file.startswith("all.yaml") or check == "serves-triton", first
         others = {one.id for one in found} - {check}
-        # A misspelled field is missing under its right name; a predictor without ports has none.
-        also = {"field-known": {"readiness-probe"}, "canary-percent": {"grpc-port"}}
+        also = {"canary-percent": {"grpc-port"}}  # a predictor without ports has none for gRPC
         assert others <= also.get(check, set()), (check, said, others)
     assert CASES["mistakes"].keys() | {"manifest-readable"} == {one.id for one in CHECKS}
 

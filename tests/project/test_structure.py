@@ -154,6 +154,13 @@ def test_a_module_of_the_tasks_can_be_the_first_that_is_imported() -> None:
     subprocess.run([sys.executable, "-c", FIRST, *tasks], check=True)
 
 
+def test_the_package_stays_within_its_budget() -> None:
+    budget = re.search(r"at most ([\d,]+) lines of Python", (ROOT / "CONTRIBUTING.md").read_text())
+    assert budget
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in MODULES)
+    assert lines <= int(budget[1].replace(",", ""))
+
+
 def test_a_module_says_what_it_owns_and_stays_small() -> None:
     for path in (*MODULES, *TESTS):
         text = path.read_text(encoding="utf-8")
