@@ -20,7 +20,7 @@ from triptych.deploy.options import DeployOptions
 from triptych.interface.cli import app, options
 from triptych.interface.cli.command import VERBS
 from triptych.interface.cli.deploy import read_settings
-from triptych.spec.scaffold import tasks
+from triptych.spec.template import tasks
 
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 UNIT = re.compile(

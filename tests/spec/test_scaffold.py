@@ -23,9 +23,9 @@ from triptych.models.info import ModelInfo
 from triptych.runtime.hooking import load_hooks
 from triptych.spec.generation_fields import load_generation_spec, load_text2text_spec
 from triptych.spec.kind import GENERATION, TEXT2TEXT
-from triptych.spec.scaffold import Scaffold, scaffold, tasks
+from triptych.spec.scaffold import Scaffold, scaffold
 from triptych.spec.spec import load_spec
-from triptych.spec.template import BUILT_IN, Template, list_templates
+from triptych.spec.template import BUILT_IN, Template, list_templates, tasks
 from triptych.spec.traffic import read_traffic
 from triptych.tasks.catalog import TASKS
 

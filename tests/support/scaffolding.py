@@ -10,8 +10,8 @@ from typer.testing import CliRunner, Result
 
 from triptych.core.own_scaffold import describe_model
 from triptych.spec.kind import GENERATING
-from triptych.spec.scaffold import scaffold, tasks
-from triptych.spec.template import BUILT_IN
+from triptych.spec.scaffold import scaffold
+from triptych.spec.template import BUILT_IN, tasks
 
 OWN_MODELS = [
     name for name in tasks() if "task: model\n" in (BUILT_IN / name / "pipeline.yaml").read_text()

@@ -20,7 +20,6 @@ from urllib.parse import urlsplit
 from triptych.base.errors import UserError
 from triptych.base.explained import ExplainedValue, render_yaml
 from triptych.container.manifests import find_pipelines
-from triptych.repository.manifest import EncoderManifest, read_manifest
 
 if TYPE_CHECKING:
     from triptych.deploy.options import DeployOptions
@@ -256,6 +255,8 @@ def parse_mirror(text: str) -> MirrorOption:
     Raises:
         UserError: The form is wrong, or a pipeline of the repository has no `serving.sample`.
     """
+    from triptych.repository.manifest import EncoderManifest, read_manifest  # a third of `--help`
+
     folder, _, share_text = text.rpartition(":")
     try:
         share = float(share_text)

@@ -20,7 +20,7 @@ from triptych.models.source import check_model_files
 from triptych.spec.kind import GENERATING, GENERATION
 from triptych.spec.scaffold_graph import Described, fit_graph
 from triptych.spec.spec import SPEC_FILE, check_folder
-from triptych.spec.template import BUILT_IN, fill, find_template
+from triptych.spec.template import BUILT_IN, fill, find_template, tasks
 from triptych.spec.traffic import TRAFFIC_FILE
 
 STAGING = ".new"
@@ -130,11 +130,6 @@ def scaffold(
     if task not in GENERATING:
         commands.insert(0, f"triptych test {name}{where}")
     return Scaffold(str(folder), files, commands + example[:1])
-
-
-def tasks() -> list[str]:
-    """Return the names of the built-in templates."""
-    return sorted(path.parent.name for path in BUILT_IN.glob(f"*/{SPEC_FILE}"))
 
 
 def _choose(task: str | None, model: str | None) -> Path:

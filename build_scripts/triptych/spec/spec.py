@@ -30,9 +30,9 @@ from triptych.spec.fields import (
     Tokenizer,
 )
 from triptych.spec.kind import GENERATION, STEP_SUFFIXES, TEXT2TEXT, Kind, kind_of_task
+from triptych.spec.template import SPEC_FILE as SPEC_FILE
 from triptych.spec.tuned import TUNED_FILE, read_tuned
 
-SPEC_FILE = "pipeline.yaml"
 _REMEDIES = {
     GENERATION: "Use test, inspect, build, lint, serve, verify, infer, bench, tune or deploy",
     TEXT2TEXT: "Use test, inspect, build, lint, serve, verify, infer, bench or deploy",

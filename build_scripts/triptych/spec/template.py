@@ -14,8 +14,9 @@ from pathlib import Path
 
 from triptych.base.errors import UserError, closest
 from triptych.base.files import expand_home
-from triptych.spec.spec import SPEC_FILE
 
+SPEC_FILE = "pipeline.yaml"
+"""File of each pipeline and each template."""
 BUILT_IN = Path(__file__).parent / "templates"
 HOOKS = "hooks"
 ROW_TESTS = BUILT_IN / "test_hooks.py.txt"
@@ -46,6 +47,11 @@ class Template:
     def as_dict(self) -> dict[str, object]:
         """Return plain data for ``--json``."""
         return {**asdict(self), "folder": str(self.folder), "built_in": self.is_built_in}
+
+
+def tasks() -> list[str]:
+    """Return the names of the built-in templates."""
+    return sorted(path.parent.name for path in BUILT_IN.glob(f"*/{SPEC_FILE}"))
 
 
 def list_templates(folder: Path | None = None) -> list[Template]:

@@ -75,7 +75,7 @@ def list_fields(
     from triptych.spec.any_spec import SPECS
     from triptych.spec.field_table import describe_fields
     from triptych.spec.kind import MODEL, kind_of_task
-    from triptych.spec.scaffold import tasks
+    from triptych.spec.template import tasks
 
     known = (*tasks(), MODEL)
     if task not in known:

@@ -17,10 +17,10 @@ from triptych.interface.cli.options import (
     print_table,
     say,
 )
-from triptych.repository.records import Conversion, GateResult, PrecisionTrial
 
 if TYPE_CHECKING:
     from triptych.building.build import BuildOutcome
+    from triptych.repository.records import Conversion, GateResult, PrecisionTrial
 
 
 def print_finding(console: Console, finding: Mapping[str, str]) -> None:

@@ -17,7 +17,7 @@ from triptych.interface.cli.options import (
     print_json,
     say,
 )
-from triptych.spec.scaffold import tasks
+from triptych.spec.template import tasks
 
 Templates = Annotated[
     Path | None,
