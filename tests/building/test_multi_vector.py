@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx2
 import numpy as np
 import pytest
 
 from tests.support.mistakes import check_refused
 from tests.support.project import build_into, quiet, selected_names, traffic_texts
+from tests.support.served_command import gateway
 from tests.support.served_models import (
     DISTIL,
     MODERN,
@@ -273,6 +275,39 @@ def test_scores_are_those_of_the_library(server: Server, models: dict[str, Path]
         pairs = client.infer({"text": TEXTS[:8], "text_pair": TEXTS[:8][::-1]})
         diagonal = [wanted[place, 7 - place] for place in range(8)]
         assert np.abs(pairs["score"][:, 0] - diagonal).max() < 1e-4
+
+
+def test_the_gateway_has_the_vectors_as_tei_and_vllm_have_them(server: Server) -> None:
+    name, texts = EVERYDAY[0], TEXTS[:5]
+    with Client(name, url=server.grpc_url) as client:
+        wanted = client.embed_multi_vector(texts)
+        queries = client.embed_multi_vector(texts, role="query")
+    with (
+        gateway(name, RERANKER, "--url", server.grpc_url) as url,
+        httpx2.Client(base_url=url) as http,
+    ):
+        asked = {"inputs": texts, "prompt_name": "query", "truncate": True}
+        for path in ("/embed_all", f"/tei/{name}/embed_all"):
+            rows = http.post(path, json=asked).json()
+            pairs = zip(rows, queries, strict=True)
+            assert max(np.abs(np.array(a) - b).max() for a, b in pairs) < 1e-6
+        asked = {"model": name, "input": texts, "task": "token_embed"}
+        answer = http.post("/pooling", json=asked).json()
+        found = [each["data"] for each in answer["data"]]
+        assert [each["object"] for each in answer["data"]] == ["pooling"] * len(texts)
+        pairs = zip(found, wanted, strict=True)
+        assert max(np.abs(np.array(a) - b).max() for a, b in pairs) < 1e-6
+        for path, body, field in (
+            ("/embed_all", {"inputs": texts, "prompt_name": "passage"}, "prompt_name"),
+            ("/pooling", {**asked, "task": "classify"}, "task"),
+            ("/pooling", {**asked, "model": RERANKER}, "multi-vector-embedding"),
+            ("/v1/embeddings", {"model": name, "input": texts}, "text-embedding"),
+        ):
+            wrong = http.post(path, json=body)
+            assert wrong.status_code in (400, 422), wrong.text
+            assert field in wrong.text
+        ranks = http.post("/rerank", json={"query": texts[0], "texts": texts}).json()
+        assert len(ranks) == len(texts)
 
 
 def test_settings_of_a_model_are_applied_or_refused(

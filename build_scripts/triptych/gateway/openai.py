@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import numpy as np
@@ -14,7 +15,15 @@ from pydantic import BaseModel, Field
 from triptych.client import InferenceError
 from triptych.gateway.errors import from_inference
 from triptych.gateway.http import WHOLE, Body, Operation, Shared
-from triptych.gateway.pipelines import EMBEDDING, Endpoints, Pipelines, Texts, not_found
+from triptych.gateway.pipelines import (
+    EMBEDDING,
+    MULTI_VECTOR,
+    Endpoints,
+    Pipeline,
+    Pipelines,
+    Texts,
+    not_found,
+)
 
 
 class EmbeddingRequest(Body):
@@ -67,6 +76,45 @@ class EmbeddingResponse(BaseModel):
     usage: TokenUsage | None = None
 
 
+class PoolingRequest(Body):
+    """Request for a vector of each token, as vLLM has it.
+
+    Attributes:
+        model: Name of a pipeline, or an alias.
+        input: As in `EmbeddingRequest`.
+        task: The only one here.
+        encoding_format: Numbers as JSON; base64 is not supported.
+        input_type: Role of the texts.
+        user: Ignored.
+        truncate_prompt_tokens: As in `EmbeddingRequest`.
+    """
+
+    model: str
+    input: Texts
+    task: Literal["token_embed"] | None = None
+    encoding_format: Literal["float"] | None = None
+    input_type: Literal["query", "document"] | None = None
+    user: str | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=-1), WHOLE] | None = None
+
+
+class Pooled(BaseModel):
+    """Vectors of the tokens of the text at `index`."""
+
+    object: Literal["pooling"] = "pooling"
+    index: int
+    data: list[list[float]]
+
+
+class PoolingResponse(BaseModel):
+    """Vectors of tokens in the order of the texts; see `EmbeddingResponse`."""
+
+    object: Literal["list"] = "list"
+    data: list[Pooled]
+    model: str
+    usage: TokenUsage | None = None
+
+
 class ModelEntry(BaseModel):
     """A pipeline, or an alias, whose `root` is the pipeline."""
 
@@ -91,6 +139,27 @@ def encode_vectors(vectors: NDArray[np.generic], encoding: str | None) -> list[o
         return plain
     rows = np.ascontiguousarray(vectors, "<f4")
     return [base64.b64encode(row.data).decode() for row in rows]
+
+
+def _listed(
+    model: str, kind: str, field: str, values: Sequence[object], tokens: int | None
+) -> dict[str, object]:
+    """Return a response with an object of a kind for each value, which is in its `field`."""
+    data = [{"object": kind, "index": index, field: value} for index, value in enumerate(values)]
+    response: dict[str, object] = {"object": "list", "data": data, "model": model}
+    if tokens is not None:
+        response["usage"] = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return response
+
+
+async def token_vectors(
+    pipeline: Pipeline, texts: list[str], role: Literal["query", "document"] | None
+) -> list[list[list[float]]]:
+    """Return a vector of each token of each text."""
+    config = await pipeline.config()
+    encoding: Literal["float"] | None = "float" if "encoding" in config.options else None
+    found = await pipeline.client.embed_multi_vector(texts, role=role, encoding=encoding)
+    return [each.tolist() for each in found]
 
 
 class OpenAi(Endpoints):
@@ -131,17 +200,26 @@ class OpenAi(Endpoints):
             raise
         self._items.labels(pipeline.name).inc(len(texts))
         encoded = encode_vectors(vectors, body.encoding_format)
-        response: dict[str, object] = {
-            "object": "list",
-            "data": [
-                {"object": "embedding", "index": index, "embedding": vector}
-                for index, vector in enumerate(encoded)
-            ],
-            "model": body.model,
-        }
-        if tokens is not None:
-            response["usage"] = {"prompt_tokens": tokens, "total_tokens": tokens}
-        return response
+        return _listed(body.model, "embedding", "embedding", encoded, tokens)
+
+    @Operation(
+        "/pooling",
+        PoolingResponse,
+        rows="input",
+        example={"model": "tokens", "input": ["my delivery is late"], "task": "token_embed"},
+    )
+    async def pooling(self, body: PoolingRequest) -> dict[str, object]:
+        """Return a vector of each token of each text, as vLLM's task token_embed."""
+        pipeline = self._pipelines.find(body.model)
+        texts = await self._texts(pipeline, body.input, "input")
+        await pipeline.require(MULTI_VECTOR)
+        role = {} if body.input_type is None else {"role": body.input_type}
+        vectors, tokens = await asyncio.gather(
+            token_vectors(pipeline, texts, body.input_type),
+            pipeline.count_tokens({"text": texts}, role),
+        )
+        self._items.labels(pipeline.name).inc(len(texts))
+        return _listed(body.model, "pooling", "data", vectors, tokens)
 
     @Operation("/v1/models", ModelList)
     async def models(self) -> dict[str, object]:

@@ -54,11 +54,12 @@ Texts = str | Lines | _Ids | Annotated[list[_Ids], _SOME]
 """A text or token ids, or a list of them."""
 
 EMBEDDING, RERANKING, CLASSIFICATION = "text-embedding", "reranking", "text-classification"
-SPARSE = "sparse-embedding"
+SPARSE, MULTI_VECTOR = "sparse-embedding", "multi-vector-embedding"
 FITS: Mapping[str, Callable[[Set[str]], bool]] = {
     EMBEDDING: lambda outputs: "embedding" in outputs and "token_count" not in outputs,
     RERANKING: lambda outputs: outputs == {"score"},
     SPARSE: lambda outputs: outputs == {"token_id", "weight"},
+    MULTI_VECTOR: lambda outputs: "token_count" in outputs,
     CLASSIFICATION: lambda outputs: outputs >= {"label", "score"},
 }
 """Whether a pipeline with these outputs has a task."""
@@ -331,7 +332,12 @@ class Pipeline:
             await self.count_tokens(columns, {})
 
     async def check_lengths(
-        self, columns: Mapping[str, list[str]], prompt: str | None = None, *, field: str = "inputs"
+        self,
+        columns: Mapping[str, list[str]],
+        prompt: str | None = None,
+        *,
+        field: str = "inputs",
+        parameter: str = "prompt",
     ) -> None:
         """Raise `ApiError` if the pipeline would truncate a row, or if that is not known.
 
@@ -339,12 +345,13 @@ class Pipeline:
             columns: Texts of each input.
             prompt: Prompt of the request, which counts.
             field: Name of the rows in the request.
+            parameter: Name of the parameter that chooses the prompt.
         """
         step = await self.step()
         if step is None or step.has_hooks:
             rule = "is only supported with --repository, and for pipelines without hooks"
             raise invalid("truncate", rule, "", "Leave it out")
-        given = {**step.settings["parameters"], **({} if prompt is None else {"prompt": prompt})}
+        given = {**step.settings["parameters"], **({} if prompt is None else {parameter: prompt})}
         found = await asyncio.to_thread(step.find_refused, columns, given)
         if found is not None:
             row, error = found

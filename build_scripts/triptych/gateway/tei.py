@@ -15,10 +15,12 @@ from triptych.client import PipelineConfig
 from triptych.gateway.cohere import Cohere, RerankRequest, RerankResponse, rank
 from triptych.gateway.errors import TEI, ApiError, as_json, invalid
 from triptych.gateway.http import WHOLE, Body, No, Operation, Shared
+from triptych.gateway.openai import token_vectors
 from triptych.gateway.pipelines import (
     CLASSIFICATION,
     EMBEDDING,
     FITS,
+    MULTI_VECTOR,
     RERANKING,
     SPARSE,
     Endpoints,
@@ -46,6 +48,13 @@ class SparseRequest(_Inputs):
 
     inputs: Texts
     prompt_name: str | None = None
+
+
+class EmbedAllRequest(_Inputs):
+    """Request for a vector of each token of texts; `prompt_name` is the role of the texts."""
+
+    inputs: Texts
+    prompt_name: Literal["query", "document"] | None = None
 
 
 class EmbedRequest(SparseRequest):
@@ -143,6 +152,7 @@ RootRequest = RootModel[
 AnyRerankRequest = RootModel[SkipValidation[TeiRerankRequest | RerankRequest]]
 Vectors = RootModel[list[list[float]]]
 Terms = RootModel[list[list[Term]]]
+TokenVectors = RootModel[list[list[list[float]]]]
 Similarities = RootModel[list[float]]
 Ranks = RootModel[list[Rank]]
 AnyRanks = RootModel[list[Rank] | RerankResponse]
@@ -209,6 +219,15 @@ class Tei(Endpoints):
         await pipeline.spend_tokens({"text": texts})
         plain: list[list[float]] = vectors.tolist()
         return plain
+
+    @Operation("/embed_all", TokenVectors, "inputs", _LATE)
+    async def embed_all(self, body: EmbedAllRequest, name: str | None = None) -> object:
+        """Return a vector of each token of each text that the model keeps."""
+        pipeline, _, texts = await self._checked_texts(name, MULTI_VECTOR, body)
+        found = await token_vectors(pipeline, texts, body.prompt_name)
+        self._items.labels(pipeline.name).inc(len(texts))
+        await pipeline.spend_tokens({"text": texts})
+        return found
 
     @Operation("/embed_sparse", Terms, "inputs", _LATE)
     async def embed_sparse(self, body: SparseRequest, name: str | None = None) -> object:
@@ -338,6 +357,8 @@ class Tei(Endpoints):
             details["id2label"] = dict(enumerate(await pipeline.labels()))
         elif kind == SPARSE:
             kind, details["pooling"] = EMBEDDING, "splade"
+        elif kind == MULTI_VECTOR:
+            kind = EMBEDDING
         return {
             "model_id": pipeline.name,
             "model_type": {kinds.get(kind, "other"): details},
@@ -349,14 +370,15 @@ class Tei(Endpoints):
         }
 
     async def _checked_texts(
-        self, name: str | None, task: str, body: SparseRequest
+        self, name: str | None, task: str, body: SparseRequest | EmbedAllRequest
     ) -> tuple[Pipeline, PipelineConfig, list[str]]:
         """Return the pipeline of a task, its interface, and the texts that it is to embed."""
         pipeline = await self._find(name, task)
         texts = await self._texts(pipeline, body.inputs, "inputs")
         config = await pipeline.require(task)
         if body.truncate is False:
-            await pipeline.check_lengths({"text": texts}, body.prompt_name)
+            parameter = "role" if task == MULTI_VECTOR else "prompt"
+            await pipeline.check_lengths({"text": texts}, body.prompt_name, parameter=parameter)
         return pipeline, config, texts
 
     async def _find(self, name: str | None, task: str | None = None) -> Pipeline:
