@@ -81,12 +81,12 @@ class PoolingRequest(Body):
 
     Attributes:
         model: Name of a pipeline, or an alias.
-        input: As in `EmbeddingRequest`.
+        input: It is as in `EmbeddingRequest`.
         task: The only one here.
         encoding_format: Numbers as JSON; base64 is not supported.
         input_type: Role of the texts.
         user: Ignored.
-        truncate_prompt_tokens: As in `EmbeddingRequest`.
+        truncate_prompt_tokens: It is as in `EmbeddingRequest`.
     """
 
     model: str
