@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.mistakes import check_refused
 from tests.support.project import build_into, quiet, selected_names, traffic_texts
+from tests.support.scaffolding import run
 from tests.support.served_command import gateway
 from tests.support.served_models import (
     DISTIL,
@@ -275,6 +276,18 @@ def test_scores_are_those_of_the_library(server: Server, models: dict[str, Path]
         pairs = client.infer({"text": TEXTS[:8], "text_pair": TEXTS[:8][::-1]})
         diagonal = [wanted[place, 7 - place] for place in range(8)]
         assert np.abs(pairs["score"][:, 0] - diagonal).max() < 1e-4
+
+
+def test_rows_of_files_have_no_more_vectors_than_tokens(server: Server, tmp_path: Path) -> None:
+    lines = [json.dumps({"text": text}) for text in TEXTS[:5]]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    name = EVERYDAY[0]
+    out = tmp_path / "vectors.jsonl"
+    run("infer", name, "--url", server.grpc_url, "--file", tmp_path / "rows.jsonl", "--out", out)
+    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    counts = [row["token_count"] for row in rows]
+    assert [len(row["embedding"]) for row in rows] == counts
+    assert len(set(counts)) > 1
 
 
 def test_the_gateway_has_the_vectors_as_tei_and_vllm_have_them(server: Server) -> None:

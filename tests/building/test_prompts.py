@@ -189,6 +189,22 @@ def test_a_prompt_is_chosen_by_name(server: Server, model: Any) -> None:
             client.embed(["a"], prompt="nope")
 
 
+def test_a_role_is_as_the_calls_of_the_library(server: Server, model: Any) -> None:
+    texts = ["a text", "other"]
+    with Client("strict", server.grpc_url) as client:  # its prompts are those of the model
+        for role, encode in (("query", model.encode_query), ("document", model.encode_document)):
+            found = client.infer({"text": texts}, parameters={"role": role})["embedding"]
+            assert np.abs(found - encode(texts)).max() < 1e-5, role
+        with pytest.raises(InvalidRequestError, match="must be left out beside role"):
+            client.embed(["a"], prompt="query", role="document")
+    with Client("named", server.grpc_url) as client:
+        wanted = model.encode(texts, prompt="query: ")
+        assert np.abs(client.embed(texts, role="query") - wanted).max() < 1e-5
+        # Its prompt of documents is called passage, which the library would not take.
+        with pytest.raises(InvalidRequestError, match="must be one of query"):
+            client.embed(texts, role="document")
+
+
 def test_a_long_row_is_rejected_where_the_spec_says_so(server: Server) -> None:
     with Client("strict", server.grpc_url) as client:
         assert client.embed(["word " * 14]).shape == (1, 32)

@@ -9,19 +9,40 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from triptych.client.tasks import COUNT, TERMS
 from triptych.client.wire import Parameter, PipelineConfig
 
 
 def plain_outputs(
     config: PipelineConfig, outputs: Mapping[str, NDArray[Any]]
 ) -> dict[str, list[Any]]:
-    """Return every output, [rows, …], as plain values per row, in the order of the config."""
-    in_json = _outputs_in_json()
-    return {
+    """Return every output, [rows, …], as plain values per row, in the order of the config.
+
+    Rows that end with zeros, because another one of the response has more tokens or terms, are
+    returned without them.
+    """
+    in_json, counts = _outputs_in_json(), _counts(outputs)
+    plain = {
         name: _plain(outputs[name], single=dims == (1,), as_json=name in in_json)
         for name, (_, dims) in config.outputs.items()
         if name in outputs
     }
+    for name, rows in plain.items():
+        if counts is not None and name != COUNT:
+            plain[name] = [row[:count] for row, count in zip(rows, counts, strict=True)]
+    return plain
+
+
+def _counts(outputs: Mapping[str, NDArray[Any]]) -> list[int] | None:
+    """Return the number of tokens or terms of each row; None for other outputs."""
+    if COUNT in outputs:
+        counts = outputs[COUNT][:, 0]
+    elif outputs.keys() == set(TERMS):
+        counts = (outputs[TERMS[1]] != 0).sum(axis=1)
+    else:
+        return None
+    plain: list[int] = counts.tolist()
+    return plain
 
 
 @functools.cache

@@ -240,18 +240,22 @@ def embed_multi_vector(
 
     def read_row(_: int, outputs: RowOutputs) -> Vectors:
         name = next(name for name in TOKEN_VECTORS if name in outputs)
-        return outputs[name][: outputs["token_count"].item()]
+        return outputs[name][: outputs[COUNT].item()]
 
     return TaskCall(
         {"text": texts},
         _given(role=role, encoding=encoding),
-        ("token_count",),
+        (COUNT,),
         _by_row(read_row),
         read_row,
         timeout_s,
     )
 
 
+TERMS = ("token_id", "weight")
+"""Outputs of sparse embeddings; a row with fewer terms than another one ends with weights of 0."""
+COUNT = "token_count"
+"""Output of a pipeline with a vector for each token; a row has that many."""
 TOKEN_VECTORS = ("embedding", "embedding_float16", "embedding_int8", "embedding_uint8")
 """Outputs of a pipeline with a vector for each token, of which a response has one."""
 
@@ -306,7 +310,7 @@ def embed_sparse(
     return TaskCall(
         {"text": texts},
         _given(max_active_dims=max_active_dims, threshold=threshold, prompt=prompt, role=role),
-        ("token_id", "weight"),
+        TERMS,
         _by_row(read_row),
         read_row,
         timeout_s,

@@ -81,12 +81,12 @@ class PoolingRequest(Body):
 
     Attributes:
         model: Name of a pipeline, or an alias.
-        input: It is as in `EmbeddingRequest`.
+        input: A text, or a list of texts, or their token ids, as for embeddings.
         task: The only one here.
         encoding_format: Numbers as JSON; base64 is not supported.
         input_type: Role of the texts.
         user: Ignored.
-        truncate_prompt_tokens: It is as in `EmbeddingRequest`.
+        truncate_prompt_tokens: Only -1, the maximum of the model, which the pipeline applies.
     """
 
     model: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from triptych.models.info import ModelInfo
-from triptych.models.roles import ROLES
+from triptych.models.roles import DOCUMENT, QUERY, ROLES
 from triptych.tasks.task import Rule
 
 PROMPT = "prompt"
@@ -25,9 +25,15 @@ def prompt_rule(info: ModelInfo) -> Mapping[str, Rule]:
 
 
 def prompt_rules(info: ModelInfo) -> Mapping[str, Rule]:
-    """Return the rules of `PROMPT` and, for a model with a prompt of a role, of `ROLE`."""
+    """Return the rules of `PROMPT` and, for a model with a prompt of a role, of `ROLE`.
+
+    Documents are no role if only a prompt of another name is for them, which sentence-transformers
+    would leave out.
+    """
+    others = {"passage", "corpus"} & {name for name, text in info.prompts.items() if text}
+    roles = ROLES if info.prompts.get(DOCUMENT) or not others else (QUERY,)
     has_roles = any(info.prompts.get(role) for role in ROLES)
-    return {**prompt_rule(info), **({ROLE: Rule("str", choices=ROLES)} if has_roles else {})}
+    return {**prompt_rule(info), **({ROLE: Rule("str", choices=roles)} if has_roles else {})}
 
 
 def prompt_settings(info: ModelInfo) -> Mapping[str, object]:
