@@ -20,7 +20,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # The models are tiny and several tests run at a time: more threads would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-BUILT = {"minilm_repository", "minilm_server", "reference", "tiny_model", "model", "toy"}
+BUILT = {"minilm_repository", "minilm_server", "reference", "server", "tiny_model", "model", "toy"}
 """Fixtures that need torch or a server: a test that uses one is not pure."""
 NOT_PURE = ("server", "build", "long")
 """Marks of tests that are not pure."""

@@ -242,6 +242,7 @@ def test_labels_that_are_texts_are_refused_by_their_operator(tmp_path: Path) -> 
     check_refused("STRING of the operator Cast", build_own, tmp_path, "texts")
 
 
+@pytest.mark.build
 def test_two_meanings_of_a_shape_are_refused(tmp_path: Path) -> None:
     folder = write_towers(tmp_path, "towers")
     text = TOWERS.replace(".sum(1)", ".softmax(1).amax(-1)")  # of [batch, 1], all are 1

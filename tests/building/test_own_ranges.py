@@ -210,6 +210,7 @@ def divider(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         yield server
 
 
+@pytest.mark.build
 def test_a_made_up_row_that_the_model_refuses_ends_the_build_with_the_remedy(
     tmp_path: Path,
 ) -> None:
@@ -282,6 +283,7 @@ def test_a_range_of_the_spec_names_row_field_and_value(server: Any) -> None:
             client.infer({"day": [1, 1, 1], "month": [1, 1, 0]})
 
 
+@pytest.mark.build
 def test_ranges_are_shown_and_fields_are_checked(tmp_path: Path) -> None:
     lines = list[str]()
     folder = write_days(tmp_path / "pipelines/days", is_module=True)

@@ -405,8 +405,8 @@ def verify(
     exit_with_verdict(verification_data(result), lines, passed=result.passed, as_json=as_json)
 
 
-_MARKS = {"info": ("missing", ""), "warning": ("warning", "yellow"), "error": ("broken", "red")}
-"""Mark and style of a line of `doctor`, by severity; what is missing may not be needed."""
+_MARKS = {"info": ("note", ""), "warning": ("warning", "yellow"), "error": ("broken", "red")}
+"""Mark and style of a line of `doctor`, by severity."""
 
 
 @verb()
