@@ -304,7 +304,10 @@ def test_what_this_user_may_not_read_or_write_is_told_before_the_work(
     # A report that cannot be written after all leaves the build that is active.
     monkeypatch.setattr("triptych.interface.report.gate.write_gate_report", fail)
     code, _, errors = project.run(*again)
-    assert (code, "`--reports` must be a writable folder. Given: [Errno 28]" in errors) == (2, True)
+    assert (code, "`reports/tiny` has too little free space. Given: [Errno 28]" in errors) == (
+        2,
+        True,
+    )
     assert manifest.read_bytes() == content
     # A disk that is full elsewhere is no trace either.
     monkeypatch.setattr("triptych.building.compiled.read_inputs", fail)

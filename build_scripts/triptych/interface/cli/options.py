@@ -25,6 +25,7 @@ from rich.text import Text
 
 from triptych.base.counted import REPORT, Count
 from triptych.base.errors import UserError, escape_for_terminal
+from triptych.base.files import os_errors_as_user_errors
 from triptych.interface import api
 from triptych.interface.cli.command import app
 from triptych.runtime.sampling import FOLDER_VARIABLE
@@ -318,10 +319,11 @@ def write_report(write: Callable[[Path], Path], folder: Path) -> Path:
     """Write a report into `folder` and return the path of its page.
 
     Raises:
-        UserError: The folder cannot be written to.
+        UserError: The folder cannot be written to, or its disk is full.
     """
     try:
-        page = write(folder)
+        with os_errors_as_user_errors(folder, "--reports"):
+            page = write(folder)
     except OSError as error:
         raise UserError(
             "--reports",
