@@ -189,10 +189,15 @@ def test_a_prompt_is_chosen_by_name(server: Server, model: Any) -> None:
             client.embed(["a"], prompt="nope")
 
 
-def test_a_role_is_as_the_calls_of_the_library(server: Server, model: Any) -> None:
+def test_a_role_is_as_the_calls_of_the_library(
+    server: Server, model: Any, tiny_model: Path
+) -> None:
+    from sentence_transformers import SentenceTransformer
+
     texts = ["a text", "other"]
+    named = SentenceTransformer(str(tiny_model), device="cpu", prompts={"query": "query: "})
     with Client("strict", server.grpc_url) as client:  # its prompts are those of the model
-        for role, encode in (("query", model.encode_query), ("document", model.encode_document)):
+        for role, encode in (("query", named.encode_query), ("document", named.encode_document)):
             found = client.infer({"text": texts}, parameters={"role": role})["embedding"]
             assert np.abs(found - encode(texts)).max() < 1e-5, role
         with pytest.raises(InvalidRequestError, match="must be left out beside role"):

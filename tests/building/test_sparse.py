@@ -15,7 +15,13 @@ from tests.support.project import build_into, quiet, selected_names, traffic_tex
 from tests.support.served_command import gateway
 from tests.support.served_models import MASKS, MODERN, OFFSET, ROBERTA, UNIGRAM, Served, save
 from tests.support.task_models import masked_model
-from triptych.client import AsyncClient, Client, InvalidRequestError, SparseVector
+from triptych.client import (
+    AsyncClient,
+    Client,
+    InvalidRequestError,
+    SparseVector,
+    sparse_matrix,
+)
 from triptych.core.inputs import read_inputs
 from triptych.models.source import read_model_info
 from triptych.serving.server import Server
@@ -150,6 +156,19 @@ def dense(vectors: list[SparseVector], size: int) -> np.ndarray[Any, Any]:
         assert (vector.values > 0).all()
         row[vector.indices] = vector.values
     return rows
+
+
+def test_vectors_have_the_forms_of_libraries_and_stores() -> None:
+    vectors = [
+        SparseVector(np.array([7, 2], np.int32), np.array([1.5, 0.5], np.float32)),
+        SparseVector(np.empty(0, np.int32), np.empty(0, np.float32)),
+    ]
+    assert vectors[0].for_qdrant() == {"indices": [7, 2], "values": [1.5, 0.5]}
+    assert vectors[0].for_elasticsearch() == {"7": 1.5, "2": 0.5}
+    matrix = sparse_matrix(vectors, 9)
+    assert (matrix.shape, matrix.dtype) == ((2, 9), np.float32)
+    assert matrix.toarray().tolist() == [[0, 0, 0.5, 0, 0, 0, 0, 1.5, 0], [0] * 9]
+    assert sparse_matrix([], 9).shape == (0, 9)
 
 
 @each_of()

@@ -134,7 +134,7 @@ def test_a_response_cache_needs_a_pipeline_with_one_output(tmp_path: Path) -> No
     """Triton's key has no names of outputs, so a part of several would be stored as the whole."""
     cached = ["serving.response_cache=true"]
     allowed = {"text-embedding": "embedding", "token-classification": "entities"}
-    allowed["reranking"] = "score"
+    allowed |= dict.fromkeys(("reranking", "late-interaction-reranking"), "score")
     for name, task in TASKS.items():
         folder = write_pipeline(tmp_path / name, task=name)
         check_cached_outputs(load_spec(folder), task)

@@ -32,6 +32,7 @@ from triptych.client.tasks import (
     SparseVector,
     TokenChoice,
     maxsim,
+    sparse_matrix,
 )
 from triptych.client.wire import PipelineConfig
 
@@ -67,4 +68,5 @@ __all__ = [
     "TokenChoice",
     "Usage",
     "maxsim",
+    "sparse_matrix",
 ]

@@ -11,13 +11,16 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from triptych.client.errors import InvalidRequestError, RowError
 from triptych.client.wire import Parameter, PipelineConfig, Rows, check_rows
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
 
 
 class Choice(NamedTuple):
@@ -81,6 +84,37 @@ class SparseVector(NamedTuple):
 
     indices: NDArray[np.int32]
     values: NDArray[np.float32]
+
+    def for_qdrant(self) -> dict[str, list[Any]]:
+        """Return the vector as Qdrant takes it: lists of ``indices`` and of ``values``."""
+        return {"indices": self.indices.tolist(), "values": self.values.tolist()}
+
+    def for_elasticsearch(self) -> dict[str, float]:
+        """Return the vector as Elasticsearch's ``sparse_vector`` and OpenSearch take it.
+
+        Names are the indices of terms as text, because there they must not be numbers.
+        """
+        return dict(zip(map(str, self.indices.tolist()), self.values.tolist(), strict=True))
+
+
+def sparse_matrix(vectors: Sequence[SparseVector], vocabulary: int) -> csr_array:
+    """Return sparse vectors as the rows of a `scipy.sparse.csr_array`.
+
+    Args:
+        vectors: Vectors of the texts.
+        vocabulary: Number of tokens in the model's vocabulary.
+
+    Raises:
+        ImportError: scipy is not installed.
+    """
+    from scipy.sparse import csr_array
+
+    ends = np.cumsum([0, *(len(vector.indices) for vector in vectors)])
+    shape = (len(vectors), vocabulary)
+    if not vectors:
+        return csr_array(shape, dtype=np.float32)
+    columns = np.concatenate([vector.indices for vector in vectors])
+    return csr_array((np.concatenate([each.values for each in vectors]), columns, ends), shape)
 
 
 RowOutputs = dict[str, NDArray[Any]]
