@@ -174,7 +174,7 @@ def test_what_is_no_list_of_entities_is_wrong() -> None:
 
 
 def test_spearman_is_scipys() -> None:
-    from scipy import stats  # type: ignore[import-untyped]  # takes a second
+    from scipy import stats  # takes a second
 
     for levels in (2, 5, 1000):
         rng = np.random.default_rng(levels)
