@@ -78,6 +78,35 @@ def make_sklearn() -> Any:
     return make.make_model(graph, opset_imports=sets, ir_version=9)
 
 
+def make_texts() -> Any:
+    """Return that classifier with texts as labels, once more in the form of other classifiers."""
+    make, tensors = onnx.helper, onnx.TensorProto
+    model = make_sklearn()
+    _, linear, maps = model.graph.node
+    for node, number in ((linear, "classlabels_ints"), (maps, "classlabels_int64s")):
+        (old,) = (each for each in node.attribute if each.name == number)
+        node.attribute.remove(old)
+        node.attribute.append(make.make_attribute("classlabels_strings", WORDS))
+    model.graph.output[0].type.tensor_type.elem_type = tensors.STRING
+    model.graph.output[1].type.sequence_type.elem_type.map_type.key_type = tensors.STRING
+    words = onnx.numpy_helper.from_array(np.array(WORDS, np.object_), "words")
+    flat = onnx.numpy_helper.from_array(np.array([-1]), "flat")
+    model.graph.initializer.extend([words, flat])
+    model.graph.node.extend(
+        [
+            make.make_node("ArgMax", ["scores"], ["best"], axis=1),
+            make.make_node(
+                "ArrayFeatureExtractor", ["words", "best"], ["found"], domain="ai.onnx.ml"
+            ),
+            make.make_node("Cast", ["found"], ["same"], to=tensors.STRING),
+            make.make_node("Reshape", ["same", "flat"], ["other"]),
+        ]
+    )
+    model.graph.output.append(make.make_tensor_value_info("other", tensors.STRING, [None]))
+    return model
+
+
+WORDS = ["no", "perhaps", "über"]
 TOWERS = """
 import torch
 
@@ -92,6 +121,7 @@ class Net(torch.nn.Module):
         return (self.users(user) * self.items(item)).sum(1)
 """
 GRAPHS["sklearn"] = make_sklearn()
+GRAPHS["words"] = make_texts()
 INT, FLOAT = {"type": "int"}, {"type": "float"}
 
 
@@ -142,7 +172,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("edges")
     write_scalars(base)
     write_towers(base, "towers")
-    for name in ("half", "brain", "times", "sklearn", "maps"):
+    for name in ("half", "brain", "times", "sklearn", "words", "maps"):
         onnx.save(original(name), base / f"{name}.onnx")
         words = ("new", name, "--model", base / f"{name}.onnx", "--pipelines", base / "pipelines")
         done = run(*words)
@@ -216,12 +246,15 @@ def test_a_batch_behind_the_time_comes_first(server: Any) -> None:
 @pytest.mark.server
 def test_a_classifier_of_sklearn_returns_labels_and_scores(server: Any) -> None:
     x = np.array([[1, 2], [-3, 0.5], [0, -2]], np.float32)
-    wanted = run_original("sklearn", {"x": x})
-    with Client("sklearn", server.grpc_url) as client:
-        got = client.infer({"x": x})
-    assert got["label"].ravel().tolist() == wanted["label"].tolist()
-    scores = [[row[label] for label in (3, 5, 9)] for row in wanted["probability"]]
-    np.testing.assert_allclose(got["probability"], scores, atol=1e-6)
+    for name, labels in (("sklearn", (3, 5, 9)), ("words", WORDS)):
+        wanted = run_original(name, {"x": x})
+        with Client(name, server.grpc_url) as client:
+            got = client.infer({"x": x})
+        for output in wanted.keys() - {"probability"}:
+            assert got[output].ravel().tolist() == wanted[output].tolist()
+        assert len(set(wanted["label"])) > 1
+        scores = [[row[label] for label in labels] for row in wanted["probability"]]
+        np.testing.assert_allclose(got["probability"], scores, atol=1e-6)
 
 
 def test_two_free_axes_are_served_in_one_size(base: Path, server: Any, tmp_path: Path) -> None:
@@ -234,12 +267,20 @@ def test_two_free_axes_are_served_in_one_size(base: Path, server: Any, tmp_path:
     check_refused("its axes rows and columns differ between rows", build_own, tmp_path, "maps")
 
 
-def test_labels_that_are_texts_are_refused_by_their_operator(tmp_path: Path) -> None:
+def test_other_texts_are_refused_by_their_operator_and_labels_among_several_models(
+    tmp_path: Path,
+) -> None:
     text = f"{HEAD} (float[n, 2] x) => (string[n, 2] y) {{ y = Cast<to=8>(x) }}"
     GRAPHS["texts"] = text
-    outputs = {"y": {"type": "text", "shape": [2]}}
-    write_pipeline(tmp_path, "texts", {"x": {**FLOAT, "shape": [2]}}, outputs, [{"x": [1.0, 2.0]}])
+    x, outputs = {"x": {**FLOAT, "shape": [2]}}, {"y": {"type": "text", "shape": [2]}}
+    write_pipeline(tmp_path, "texts", x, outputs, [{"x": [1.0, 2.0]}])
     check_refused("STRING of the operator Cast", build_own, tmp_path, "texts")
+    folder = write_pipeline(tmp_path, "words", x, {"label": {"type": "text"}}, [{"x": [1.0, 2.0]}])
+    spec = json.loads((folder / "pipeline.yaml").read_text())
+    del spec["model"]
+    spec["models"] = {name: {"onnx": "net.onnx"} for name in ("one", "other")}
+    (folder / "pipeline.yaml").write_text(json.dumps(spec))
+    check_refused("texts of the output `label` of one", build_own, tmp_path, "words")
 
 
 @pytest.mark.build

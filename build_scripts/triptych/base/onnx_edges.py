@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +26,16 @@ if TYPE_CHECKING:
 
 _HALVES = (FLOAT16, BFLOAT16)
 _TYPE_ATTRIBUTES = ("to", "dtype", "output_dtype", "stash_type", "softmax_precision")
+LABELS = "triptych_labels"
+"""Entry of the metadata of a graph: the texts of the labels of each output, as JSON."""
+_NUMBERED = {
+    "LinearClassifier": "classlabels_ints",
+    "SVMClassifier": "classlabels_ints",
+    "TreeEnsembleClassifier": "classlabels_int64s",
+}
+"""Attribute with the labels of a classifier, if they are numbers."""
+_PASSED_ON = ("Identity", "Reshape", "Cast")
+"""Operators between the labels and the output to which they belong."""
 _BATCH = "batch"
 """Part of the name of an axis that is the batch, wherever it stands."""
 
@@ -34,7 +45,8 @@ def to_served(model: onnx.ModelProto) -> bool:
 
     Numbers of 16 bits become FP32, in which the graph then computes. The batch becomes the first
     axis. One number per row, ``[batch]``, becomes ``[batch, 1]``, as Triton has no batch of tensors
-    without an axis. The maps of a ZipMap become its scores, in the order of its labels.
+    without an axis. The maps of a ZipMap become its scores, in the order of its labels. Labels of
+    a classifier that are texts become their numbers; the texts are in the metadata, as `LABELS`.
 
     Args:
         model: An `onnx.ModelProto`, with or without the weights in a file beside it.
@@ -43,7 +55,7 @@ def to_served(model: onnx.ModelProto) -> bool:
         Whether the graph was changed.
     """
     graph = model.graph
-    changed = _drop_maps(graph) | _widen(model)
+    changed = _drop_maps(graph) | _number_labels(model) | _widen(model)
     weights = {tensor.name for tensor in graph.initializer}
     inputs = [value for value in graph.input if value.name not in weights]
     mark = free_mark(graph)
@@ -112,6 +124,52 @@ def _drop_maps(graph: onnx.GraphProto) -> bool:
     if changed:
         set_nodes(graph, nodes)
     return changed
+
+
+def read_labels(metadata: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the texts of the labels of each output whose values are their numbers."""
+    labels: dict[str, list[str]] = json.loads(metadata.get(LABELS, "{}"))
+    return labels
+
+
+def _number_labels(model: onnx.ModelProto) -> bool:
+    """Replace labels that are texts by their numbers; return whether there are any."""
+    import onnx
+
+    graph = model.graph
+    makers = {name: node for node in graph.node for name in node.output}
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    labels = {}
+    for value in graph.output:
+        node, passed = makers.get(value.name), list[onnx.NodeProto]()
+        while node is not None and node.op_type in _PASSED_ON:
+            passed.append(node)
+            node = makers.get(node.input[0])
+        if value.type.tensor_type.elem_type != onnx.TensorProto.STRING or node is None:
+            continue
+        texts = next((each for each in node.attribute if each.name == "classlabels_strings"), None)
+        table = constants.get(node.input[0])
+        if texts is not None and node.op_type in _NUMBERED:
+            found = list(texts.strings)
+            node.attribute.remove(texts)
+            numbered = onnx.helper.make_attribute(_NUMBERED[node.op_type], [*range(len(found))])
+            node.attribute.append(numbered)
+        elif node.op_type == "ArrayFeatureExtractor" and table is not None and table.string_data:
+            found = list(table.string_data)
+            numbers = np.arange(len(found)).reshape(tuple(table.dims))
+            table.CopyFrom(onnx.numpy_helper.from_array(numbers, table.name))
+        else:
+            continue
+        labels[value.name] = [text.decode() for text in found]
+        value.type.tensor_type.elem_type = onnx.TensorProto.INT64
+        for each in passed:
+            for attribute in each.attribute:
+                if each.op_type == "Cast" and attribute.name == "to":
+                    attribute.i = onnx.TensorProto.INT64
+        del graph.value_info[:]  # types of values between them
+    if labels:
+        model.metadata_props.add(key=LABELS, value=json.dumps(labels))
+    return bool(labels)
 
 
 def _widen(model: onnx.ModelProto) -> bool:

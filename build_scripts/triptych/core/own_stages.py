@@ -116,7 +116,15 @@ def find_stages(
                 spec = spec.model_copy(update={"models": every, "model": first})
         names = name_arrays(here)
         run = partial(run_models, runs, names)
-        own = OwnInterface(*arrays_of(here, names), takes_rows=rows)
+        labels = {name: each for graph in here.values() for name, each in graph.labels.items()}
+        if labels and spec.models:
+            raise UserError(
+                "models",
+                "must have labels that are numbers if there are several models",
+                given=f"texts of the output `{next(iter(labels))}` of {', '.join(models)}",
+                remedy="Train with numbers, or give the classifier a pipeline of its own",
+            )
+        own = OwnInterface(*arrays_of(here, names), takes_rows=rows, labels=labels)
         made = make(own, names, requests)
         own = find_interface(own, made, spec.with_model(models[0]), run)
         if stages:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -94,6 +94,8 @@ class OwnInterface:
     # Smallest and largest value of each element of an input that indexes a table, as two numbers or
     # nested lists; None without a limit.
     ranges: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    # Texts of the labels of each output of the core whose values are their numbers.
+    labels: Mapping[str, Sequence[str]] = field(default_factory=dict, hash=False)
 
     def padded(self, axis: str) -> dict[str, int]:
         """Return the number of a named axis for each input that has it, with the batch as 0."""

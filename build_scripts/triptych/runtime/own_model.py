@@ -457,8 +457,11 @@ class CoreResults:
         settings: Settings of the step; see `OwnRowMaker`.
     """
 
-    def __init__(self, settings: Mapping[str, object]) -> None:
+    def __init__(self, settings: Mapping[str, Any]) -> None:
         self._reader = OwnInputs(settings) if settings["takes_rows"] else None
+        self._labels = {
+            name: np.array(texts, np.object_) for name, texts in settings.get("labels", {}).items()
+        }
 
     def read(self, outputs: Arrays) -> tuple[dict[str, Any], int]:
         """Return the arguments of a function except the parameters, and the number of rows."""
@@ -471,7 +474,11 @@ class CoreResults:
         return arguments | self.split(arrays, count), count
 
     def split(self, arrays: dict[str, NDArray[np.generic]], count: int) -> dict[str, Any]:
-        """Return arrays and, if the functions take them, the inputs of `count` rows."""
+        """Return arrays and, if the functions take them, the inputs of `count` rows.
+
+        Numbers of labels that are texts become these texts.
+        """
+        arrays |= {name: texts[arrays[name]] for name, texts in self._labels.items()}
         forwarded = [name for name in arrays if name.startswith(FORWARDED_PREFIX)]
         sent = {n.removeprefix(FORWARDED_PREFIX): arrays.pop(n)[:count] for n in forwarded}
         rows = {} if self._reader is None else {"rows": self._reader.columns(sent)}

@@ -44,6 +44,7 @@ def own_task(spec: ModelSpec) -> Task:
             "has_counts": own.has_counts,
             "takes_rows": own.takes_rows,
             "ranges": own.ranges,
+            **({"labels": own.labels} if own.labels else {}),
             **{
                 kind: {t.name: {"dtype": t.dtype, "dims": t.config_dims} for t in each}
                 for kind, each in tensors.items()

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from triptych.base.onnx_edges import read_labels
 from triptych.base.onnx_graph import GraphInterface, GraphTensor
 from triptych.runtime.hooking import HOOKS_FILE
 from triptych.spec.model_fields import RESERVED_NAMES, RESERVED_PREFIXES, ValueType
@@ -196,9 +197,11 @@ class _Fitted:
                 else _field(tensor, self._ranges.get(tensor.name))
             )
         yield "outputs:"
+        labels = read_labels(self._graph.metadata)
         metric = "   # metric: exact | max_difference | cosine | top1 | iou | function"
         for name, tensor in self._outputs.items():
-            yield f"  {name}: {_field(tensor)}{metric}"
+            is_text = tensor.name in labels
+            yield f"  {name}: {'{type: text}' if is_text else _field(tensor)}{metric}"
             metric = ""
 
     def _rows(self) -> Iterator[dict[str, object]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from triptych.base.arrays import Array
 from triptych.base.cache import cached_stage, code_hash, key_of, sha256_of, versions_of
 from triptych.base.errors import Progress, UserError
-from triptych.base.onnx_edges import to_served
+from triptych.base.onnx_edges import read_labels, to_served
 from triptych.base.onnx_graph import (
     MODEL_FILE,
     GraphInterface,
@@ -69,6 +69,8 @@ class OwnGraph:
     sha256: str  # Hash of the file and of its weights, in hex
     inputs: tuple[Tensor, ...]  # Inputs without the batch axis
     outputs: tuple[Tensor, ...]  # Outputs without the batch axis
+    # Texts of the labels of each output whose values are their numbers
+    labels: Mapping[str, Sequence[str]] = field(default_factory=dict, hash=False)
 
 
 def read_served(file: Path, field: str) -> tuple[onnx.ModelProto, GraphInterface]:
@@ -115,6 +117,7 @@ def read_graph(spec: ModelSpec) -> OwnGraph:
         _hash(file, graph),
         tuple(_read_tensor(tensor, "input", makers) for tensor in graph.inputs),
         tuple(_read_tensor(tensor, "output", makers) for tensor in graph.outputs),
+        read_labels(graph.metadata),
     )
 
 
