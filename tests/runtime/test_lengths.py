@@ -118,9 +118,7 @@ def test_metrics_that_fail_fail_no_request(monkeypatch: pytest.MonkeyPatch) -> N
 
 def request(width: int, rows: int = 1) -> CoreRows:
     ids = np.arange(1, rows * width + 1, dtype=np.int32).reshape(rows, width)
-    return CoreRows(
-        {"input_ids": ids, "row_length": np.full((rows, 1), width, np.int32)}, [], width
-    )
+    return CoreRows({"input_ids": ids, "row_length": np.full((rows, 1), width, np.int32)}, width)
 
 
 def test_a_request_is_widened_where_that_costs_less_than_a_batch() -> None:

@@ -334,7 +334,7 @@ def _largest_bytes(ensemble: Path, steps: tuple[str, ...]) -> int | None:
     try:
         rows = int(_ROWS.findall((ensemble / "config.pbtxt").read_text(encoding="utf-8"))[0])
         settings = json.loads(_settings_file(ensemble.parent / steps[0]).read_bytes())
-        images = len(settings["encoded_inputs"])
+        images = len(settings.get("encoded_inputs", ()))
         texts = len(settings["inputs"]) - images
         text_bytes = texts * TEXTS_A_REQUEST * settings["max_text_bytes"] * _ESCAPE
         return int(text_bytes + (images and images * rows * settings["max_image_bytes"]))

@@ -207,7 +207,7 @@ class OwnReader:
             UserError: The function fails.
         """
         try:
-            return CoreRows(dict(step.decode(results, (), request.parameters)), [], 0)
+            return CoreRows(dict(step.decode(results, (), request.parameters)))
         except (RequestError, RuntimeError) as error:
             raise self._failure(step.name, request, error) from error
 

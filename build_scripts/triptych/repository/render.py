@@ -15,7 +15,7 @@ from triptych.base.tensors import REQUEST_PAYLOAD, REQUEST_TICKET, ROW_SPAN, Ten
 from triptych.container.health import QUESTION_FILE, WORK_FIELD
 from triptych.container.serving_machine import choose, parse_machine
 from triptych.models.info import ModelNames, OwnInterface, OwnStage
-from triptych.repository.bundle import Link, bundle
+from triptych.repository.bundle import Link, StepCode, bundle
 from triptych.repository.config import (
     CONFIG_FILE,
     core_config,
@@ -54,35 +54,38 @@ BATCH_TOKENS_HIDDEN = 768
 number of layers, the cost of a token also on more than the width. In narrower models a batch costs
 as much as more tokens (MiniLM with 384, by the rates of sbert.net: 1,460)."""
 PARTS: Mapping[str, Mapping[str, str]] = {
-    "hooks": {"preprocess": "hooking", "postprocess": "hooking"},
-    "forwarded inputs": {"preprocess": "hooking"},
-    "flow control": {
-        "preprocess": "flow_control",
-        "postprocess": "in_flight",
+    "free dimensions": dict.fromkeys(
+        ("preprocess", "between", "postprocess"), "overflow.Surviving"
+    ),
+    "response cache": {"preprocess": "preprocess_cached.Cached"},
+    "bucketed layout": {"preprocess": "preprocess_padded.Padded"},
+    "tickets": {"postprocess": "postprocess_marked.Marked"},
+    "hooks": {
+        "preprocess": "preprocess_hooked.CallingBefore",
+        "postprocess": "postprocess_hooked.CallingAfter",
     },
     "samples": {
-        "preprocess": "sampling",
-        "postprocess": "sample_writer",
+        "preprocess": "preprocess_sampled.SamplingRows",
+        "postprocess": "postprocess_sampled.WritingSamples",
     },
-    "tickets": {"preprocess": "in_flight", "postprocess": "in_flight"},
-    "bucketed layout": {"preprocess": "bucketing"},
+    "flow control": {
+        "preprocess": "preprocess_admitting.Admitting",
+        "between": "postprocess_marked.Marked",
+    },
+    "images": {"preprocess": "preprocess_images.Images"},
+    "own inputs": {"preprocess": "preprocess_own.Own", "between": "postprocess_passing.Passing"},
+    "row metadata": {"postprocess": "postprocess_tokens.Tokens"},
     "packed rows": {"preprocess": "packing"},
     "packed rows with spans": {"preprocess": "packing_spans"},
     "row lengths": {"preprocess": "counters"},
-    "response cache": {"preprocess": "cached_options"},
     "lists": {"preprocess": "option_lists", "postprocess": "option_lists"},
-    "free dimensions": {
-        "preprocess": "overflow",
-        "postprocess": "overflow",
-    },
     "prompts": {"preprocess": "text_prompts"},
-    "results of tokens": {"postprocess": "row_metadata"},
     "pairs": {"preprocess": "rows_pairs"},
-    "row metadata": {"postprocess": "row_metadata"},
-    "own inputs": {"preprocess": "own_model"},
 }
-"""Modules of the runtime that a step imports by name where its pipeline uses them."""
-_SETTING = re.compile(r'settings(?:\.get\(|\[)"(\w+)"|"(\w+)" in settings')
+"""Code of a part for each step of a pipeline that uses it: a base of the step's class, from the
+first to the last, or a module that is loaded by its name. A step between two cores is ``between``.
+"""
+_SETTING = re.compile(r'settings(?:\.get\(|\[)"(\w+)"|"(\w+)" (?:not )?in (?:self\.)?settings')
 Content = bytes | Path | Link
 """Content of a file: its bytes, the file to copy, or a link to another file of the repository."""
 
@@ -163,8 +166,13 @@ def render(
     steps = python_steps(plan, own.ranges)
     for step, (_, _, settings) in steps.items():
         folder = f"{plan.step(step)}/1"
-        names = _find_settings_read(files, folder)
-        used = {name: value for name, value in settings.items() if name in names}
+        # The server's process reads the last one, too.
+        names = _find_settings_read(files, folder) | {"encoded_inputs"}
+        used = {
+            name: value
+            for name, value in settings.items()
+            if name in names and value is not None and value is not False
+        }
         files[f"{folder}/{SETTINGS_FILE}"] = print_settings(used)
     if own.python_env is not None:
         for step in steps:
@@ -354,27 +362,27 @@ def _step_settings(plan: Plan, stage: OwnStage) -> dict[str, object]:
     }
 
 
-def step_roots(
-    task: Task, parts: Iterable[str], between: Sequence[str] = ()
-) -> dict[str, list[str]]:
-    """Return the modules of the runtime that each Python step needs, for `bundle`.
+def step_code(task: Task, parts: Iterable[str], between: Sequence[str] = ()) -> dict[str, StepCode]:
+    """Return the code of the runtime that each Python step needs.
 
     Args:
         task: Task of the pipeline.
         parts: Parts of the runtime that it uses, of `PARTS`.
         between: Names of the steps between models.
     """
-    roots = {
-        "preprocess": ["preprocess", task.rows.partition(".")[0]],
-        "postprocess": ["postprocess", task.decode.partition(".")[0]],
-    }
-    of_task = [("pairs", task.pairs), ("row metadata", task.has_row_metadata)]
-    for name in [*parts, *(name for name, is_used in of_task if is_used)]:
-        for step, used in PARTS[name].items():
-            roots[step].append(used)
-    # A step between models has the parts of postprocess, and another decoder.
-    main, _, *rest = roots["postprocess"]
-    return roots | {name: [main, "own_step", *rest] for name in between}
+    of_task = {"pairs": task.pairs, "row metadata": task.has_row_metadata}
+    used = {*parts, *(name for name, is_used in of_task.items() if is_used)}
+    codes: dict[str, StepCode] = {}
+    for step in ("preprocess", *between, "postprocess"):
+        kind = "between" if step in between else step
+        loaded = {"preprocess": task.rows, "between": "own_step", "postprocess": task.decode}
+        found = [of[kind] for name, of in PARTS.items() if name in used and kind in of]
+        main = "preprocess.Preprocess" if kind == "preprocess" else "postprocess.Postprocess"
+        codes[step] = StepCode(
+            [loaded[kind].partition(".")[0], *(each for each in found if "." not in each)],
+            [*(each for each in found if "." in each), main],
+        )
+    return codes
 
 
 def _python_files(
@@ -383,11 +391,10 @@ def _python_files(
     """Return the code of the Python steps and the files beside it that they read."""
     samples = plan.spec.serving.sample is not None
     parts = {
-        "hooks": hooks is not None,
-        "forwarded inputs": plan.gives_inputs,
+        "hooks": hooks is not None and plan.info.own is None,
         "flow control": plan.spec.serving.flow_control == "triptych",
         "samples": samples,
-        "tickets": samples and plan.spec.serving.flow_control != "triptych",
+        "tickets": samples or plan.spec.serving.flow_control == "triptych",
         "bucketed layout": plan.layout == "bucketed",
         "packed rows": plan.packed and ROW_SPAN not in plan.core_inputs,
         "packed rows with spans": ROW_SPAN in plan.core_inputs,
@@ -396,15 +403,16 @@ def _python_files(
         "prompts": bool(plan.info.prompts or plan.info.free_prompt),
         "free dimensions": _has_free_dimensions(plan),
         "lists": any(rule.type == "list" for rule in plan.task.parameters(plan.info).values()),
-        "results of tokens": plan.packed and plan.core.per_token,
+        "images": plan.info.own is None
+        and any(tensor.content == "image" for tensor in plan.task.inputs),
         "own inputs": plan.info.own is not None,
     }
     used = [name for name, is_used in parts.items() if is_used]
-    roots = step_roots(plan.task, used, [stage.function for stage in plan.stages[1:]])
+    codes = step_code(plan.task, used, [stage.function for stage in plan.stages[1:]])
     files: dict[str, Content] = {
-        **bundle({f"{plan.step(step)}/1": own for step, own in roots.items()})
+        **bundle({f"{plan.step(step)}/1": code for step, code in codes.items()})
     }
-    for step in roots:
+    for step in codes:
         folder = f"{plan.step(step)}/1"
         if hooks is not None:
             files[f"{folder}/hooks.py"] = hooks
@@ -572,15 +580,18 @@ def print_settings(settings: Mapping[str, object]) -> bytes:
 def _row_settings(plan: Plan) -> dict[str, object]:
     """Return the settings of preprocess alone."""
     rows: dict[str, object] = {
-        "encoded_inputs": [tensor.name for tensor in plan.task.inputs if tensor.content == "image"],
         "layout": plan.layout,
         "row_maker": plan.task.rows,
-        "core_rows": sum(core.rows_at_once for core in plan.cores),
-        "refuses_parameters": plan.spec.serving.response_cache,
-        "max_requests": plan.spec.serving.queue.max_in_flight,
-        "max_wait_ms": plan.spec.serving.queue.max_backlog_ms,
         **plan.row_settings,
     }
+    if images := [tensor.name for tensor in plan.task.inputs if tensor.content == "image"]:
+        rows["encoded_inputs"] = images
+    if plan.spec.serving.flow_control == "triptych":
+        rows |= {
+            "core_rows": sum(core.rows_at_once for core in plan.cores),
+            "max_requests": plan.spec.serving.queue.max_in_flight,
+            "max_wait_ms": plan.spec.serving.queue.max_backlog_ms,
+        }
     if ROW_SPAN in plan.core_inputs:
         rows["row_span"] = True
     if plan.layout == "bucketed":
@@ -599,11 +610,8 @@ def _settings(plan: Plan) -> dict[str, object]:
         given = {name: field.content for name, field in plan.spec.inputs.items()}
     settings: dict[str, object] = {
         **plan.task.settings(plan.info),
-        "has_row_metadata": plan.task.has_row_metadata,
-        "free_dimensions": _has_free_dimensions(plan),
         "parameters": dict(plan.parameters),
         "pipeline": plan.spec.name,
-        "flow_control": plan.spec.serving.flow_control,
         "core_instances": max(core.rows_at_once // core.max_batch_size for core in plan.cores),
         "request_parameters": {name: rule.as_dict() for name, rule in rules.items()},
     }

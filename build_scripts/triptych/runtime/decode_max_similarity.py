@@ -14,7 +14,7 @@ class MaxSimilarityDecoder:
     """``token_embedding`` FP32 ``[n, T, dim]`` to ``score`` FP32 ``[passages, 1]``."""
 
     def __init__(self, settings: Parameters, folder: Path) -> None:
-        self._means: bool = settings["mean_scores"]
+        self._means: bool = settings.get("mean_scores", False)
 
     def decode(self, outputs: Arrays, metadata: Metadata, parameters: Parameters) -> Arrays:
         """Return for each passage the sum of the largest dot products of its query's vectors.

@@ -133,7 +133,7 @@ class FlowControl:
         self._marks = InFlight(settings["pipeline"], settings["core_instances"])
         self._make, self._send = make, send
         self._max_requests: int = settings["max_requests"]
-        self._max_wait_s: float = (settings["max_wait_ms"] or math.inf) / 1e3
+        self._max_wait_s: float = (settings.get("max_wait_ms") or math.inf) / 1e3
         self._batch_rows: int = settings["core_rows"] // settings["core_instances"]
         self._is_parallel: bool = settings["core_instances"] > 1
         # Rows that the core may hold.

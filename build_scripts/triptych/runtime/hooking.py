@@ -28,8 +28,6 @@ REDACT = "redact"
 
 Row = dict[str, Any]
 Hook = Callable[..., list[Row]]
-Outputs = Mapping[str, NDArray[Any]]
-After = Callable[[Outputs, Callable[[str], list[bytes]]], Outputs]
 NUMPY_TYPES: dict[str, type[np.generic]] = {
     "FP16": np.float16,
     "FP32": np.float32,
@@ -342,50 +340,3 @@ def read_forwarded(
         }
         for row in range(count)
     ]
-
-
-Columns = dict[str, list[Any]]
-"""Values of each input, one per row."""
-
-
-def find_before(folder: Path, settings: Mapping[str, Any]) -> Callable[[Columns], Columns] | None:
-    """Return a function that applies `before` to the inputs of a request; None without the hook.
-
-    Args:
-        folder: Version folder of the step.
-        settings: Settings of the step.
-    """
-    hook = find_hook(folder, "before", settings.get("labels", ()))
-    if hook is None:
-        return None
-    fields, encoded = settings["inputs"], settings["encoded_inputs"]
-
-    def apply(columns: Columns) -> Columns:
-        rows = [
-            dict(zip(columns, values, strict=True))
-            for values in zip(*columns.values(), strict=True)
-        ]
-        rows = call_before(hook, rows, fields, encoded=encoded)
-        return {field: [row[field] for row in rows] for field in fields}
-
-    return apply
-
-
-def find_after(folder: Path, settings: Mapping[str, Any]) -> After | None:
-    """Return a function that applies `after` to the outputs of a request; None without the hook.
-
-    Its arguments are the outputs, and a function that returns the values of a forwarded input.
-    """
-    hook = find_hook(folder, "after", settings.get("labels", ()))
-    if hook is None:
-        return None
-    form, forwarded = RowForm(settings["outputs"]), settings.get("forwarded_inputs")
-
-    def apply(outputs: Outputs, read: Callable[[str], list[bytes]]) -> Outputs:
-        rows, inputs = form.rows(outputs), None
-        if forwarded is not None:
-            columns = {name: read(FORWARDED_PREFIX + name) for name in forwarded}
-            inputs = read_forwarded(columns, forwarded, len(rows))
-        return form.tensors(call_hook("after", hook, rows, form.names, inputs))
-
-    return apply

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
@@ -30,6 +31,14 @@ _FUNCTION = ctypes.PYFUNCTYPE(
 )
 _functions: list[Any] = []
 """Functions that the stub calls; they must live as long as the process."""
+
+
+class Surviving:
+    """First base of a step whose inputs have free dimensions."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        survive_overflow(args["model_config"])
+        super().initialize(args)  # type: ignore[misc]
 
 
 def survive_overflow(model_config: str) -> None:

@@ -291,8 +291,8 @@ class OwnRowMaker:
         self._past_core: Mapping[str, Mapping[str, Any]] | None = settings.get("past_core")
         self._fields: Mapping[str, Mapping[str, Any]] = settings["own_inputs"]
         self._max_rows: int = settings["max_core_rows"]
-        self._has_counts: bool = settings["has_counts"]
-        self._takes_rows: bool = settings["takes_rows"]
+        self._has_counts: bool = settings.get("has_counts", False)
+        self._takes_rows: bool = settings.get("takes_rows", False)
         self._axis: Mapping[str, Any] = settings["padded_axis"]
         self._edges: Sequence[int] = settings.get("bucket_edges", ())
         self._bounds = {name: read_bounds(each) for name, each in settings["ranges"].items()}
@@ -329,7 +329,7 @@ class OwnRowMaker:
             tensors[ROW_COUNTS] = np.array([*counts, *rest], np.int32).reshape(-1, 1)
         if self._takes_rows:
             tensors |= self._forwarded(rows, total - count)
-        return self._padded(tensors) if self._axis.get("of") else CoreRows(tensors, [], 0)
+        return self._padded(tensors) if self._axis.get("of") else CoreRows(tensors)
 
     def check_ranges(self, tensors: Arrays, counts: Sequence[int] | None) -> None:
         """Check the inputs of the core by the ranges of its tables, before padding.
@@ -362,7 +362,7 @@ class OwnRowMaker:
             raise RequestError(next(iter(self._fields)), rule, size, remedy)
         size = max(size, self._axis["min"])
         width = next((edge for edge in self._edges if edge >= size), size)
-        rows = CoreRows(tensors, [], width, of)
+        rows = CoreRows(tensors, width, of)
         return rows._replace(tensors=pad_tensors(rows, width))
 
     def _call(
@@ -458,7 +458,7 @@ class CoreResults:
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        self._reader = OwnInputs(settings) if settings["takes_rows"] else None
+        self._reader = OwnInputs(settings) if settings.get("takes_rows") else None
         self._labels = {
             name: np.array(texts, np.object_) for name, texts in settings.get("labels", {}).items()
         }

@@ -135,7 +135,7 @@ class OwnStep(OwnRowMaker):
         tensors = self._check(found, total or 1)
         if total:
             self.check_ranges(tensors, counts)
-        rows = self._padded(tensors) if self._axis.get("of") else CoreRows(tensors, [], 0)
+        rows = self._padded(tensors) if self._axis.get("of") else CoreRows(tensors)
         passed = {n: np.asarray(v) for n, v in result.items() if n not in self.core_inputs}
         passed[_ROWS] = np.array(count)
         if counts is not None:

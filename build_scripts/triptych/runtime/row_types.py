@@ -60,15 +60,13 @@ class CoreRows(NamedTuple):
     """Model rows of one request.
 
     Attributes:
-        tensors: Inputs of the core by name, ``[model rows, ...]`` each.
-        metadata: Packed `RowMetadata` of each model row; empty if the task has none.
+        tensors: Inputs of the core by name, ``[model rows, ...]`` each, and what goes past it.
         width: Padded length of the rows, by which the bucketed layout sorts.
         padded: Axis that is padded, for each tensor of the user's own model that has it.
     """
 
     tensors: dict[str, NDArray[Any]]
-    metadata: list[bytes]
-    width: int
+    width: int = 0
     padded: Mapping[str, int] = {}
 
     @property

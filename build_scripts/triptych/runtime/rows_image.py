@@ -140,7 +140,7 @@ class ImageRowMaker:
                 continue
             own = faults[start : start + len(tensor)]
             first = next((error for error in own if error is not None), None)
-            answers.append(first or CoreRows({"pixels": tensor}, [], 0))
+            answers.append(first or CoreRows({"pixels": tensor}))
             start += len(tensor)
         return answers
 

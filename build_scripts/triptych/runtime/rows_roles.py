@@ -46,8 +46,10 @@ class RoleRowMaker(PlainTextRowMaker):
             found |= zip(places, (_of_role(each, role) for each in rows), strict=True)
         return [found[place] for place in range(len(requests))]
 
-    def _tensors(self, rows: Sequence[Row]) -> CoreRows:
-        made = super()._tensors(rows)
+    def tensors(self, rows: Sequence[Row]) -> CoreRows:
+        made = super().tensors(rows)
+        metadata = np.array([row.metadata for row in rows], np.object_)
+        made.tensors["row_metadata"] = metadata.reshape(-1, 1)
         if self._fills:
             made.tensors["attended_length"] = make_int32(
                 [row.attended or len(row.ids) for row in rows]

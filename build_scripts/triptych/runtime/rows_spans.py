@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from .request_errors import RequestError
 from .row_metadata import OUTSIDE, WORD_INSIDE, WORD_START, RowMetadata, pack_metadata
-from .row_types import Row, RowInputs
+from .row_types import CoreRows, Row, RowInputs
 from .rows_pairs import PairForm, check_filled
 from .rows_text import Input, TokenRowMaker
 
@@ -90,16 +90,26 @@ def word_offsets(
     return np.repeat(runs, length, axis=0)
 
 
-class OffsetRowMaker(TokenRowMaker):
-    """Row maker of texts; the metadata of a row is its text, offsets and token kinds."""
+class SpanRowMaker(TokenRowMaker):
+    """Row maker whose rows have metadata, which go past the core."""
 
     offsets = True
+
+    def tensors(self, rows: Sequence[Row]) -> CoreRows:
+        made = super().tensors(rows)
+        metadata = np.array([row.metadata for row in rows], np.object_)
+        made.tensors["row_metadata"] = metadata.reshape(-1, 1)
+        return made
+
+
+class OffsetRowMaker(SpanRowMaker):
+    """Row maker of texts; the metadata of a row is its text, offsets and token kinds."""
 
     def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
         super().__init__(settings, folder)
         model = self.tokenizer.model
         self._prefix: str | None = getattr(model, "continuing_subword_prefix", None)
-        self._unk_id: int | None = settings["unk_token_id"]
+        self._unk_id: int | None = settings.get("unk_token_id")
 
     def inputs(self, request: RowInputs) -> list[Input]:
         return list(request.columns["text"])
@@ -126,11 +136,10 @@ class OffsetRowMaker(TokenRowMaker):
 MAX_STRIDE = 128
 
 
-class WindowRowMaker(TokenRowMaker):
+class WindowRowMaker(SpanRowMaker):
     """Row maker of questions and contexts; metadata of a window is the position of its words."""
 
     strategy = "only_second"
-    offsets = True
 
     def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
         self.stride = min(settings["max_length"] // 2, MAX_STRIDE)

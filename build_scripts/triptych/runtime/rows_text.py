@@ -41,7 +41,7 @@ class TokenRowMaker(ABC):
             if settings.get("row_span"):
                 layout = "packing_spans.SpannedLayout"
         self._layout = find_class(layout)(settings)
-        self.segments: bool = settings["segments"]
+        self.segments: bool = settings.get("segments", False)
         self.prompt_end_ids: list[int] | None = settings.get("prompt_end_ids")
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.cut: str = (self.tokenizer.truncation or {}).get("direction", "right")
@@ -49,11 +49,11 @@ class TokenRowMaker(ABC):
         self._limit = self.max_length
         self.configure()
         self._pairs: Any = None
-        if settings["pairs"] and not self.offsets:  # other pipelines do not have the module
+        if settings.get("pairs") and not self.offsets:  # other pipelines do not have the module
             self._pairs = find_class("rows_pairs.PairEncoder")(self)
-        known = settings["vocabulary"]
+        known: int | None = settings.get("vocabulary")
         unknown = known is not None and self.tokenizer.get_vocab_size() > known
-        self._vocabulary: int | None = known if unknown else None
+        self._vocabulary = known if unknown else None
         self._encode(["warm up"])
 
     def configure(self) -> None:
@@ -85,7 +85,7 @@ class TokenRowMaker(ABC):
 
     def make(self, requests: Sequence[RowInputs]) -> list[CoreRows | Exception]:
         return [
-            rows if isinstance(rows, Exception) else self._tensors(rows)
+            rows if isinstance(rows, Exception) else self.tensors(rows)
             for rows in self.token_rows(requests)
         ]
 
@@ -177,7 +177,8 @@ class TokenRowMaker(ABC):
         encodings: list[Any] = encode(inputs)
         return encodings
 
-    def _tensors(self, rows: Sequence[Row]) -> CoreRows:
+    def tensors(self, rows: Sequence[Row]) -> CoreRows:
+        """Return the tensors of one request with one or more model rows."""
         ids = [row.ids for row in rows]
         tensors: dict[str, NDArray[Any]] = self._layout.tensors(ids)
         tensors["row_length"] = make_int32([*map(len, ids)])
@@ -186,7 +187,7 @@ class TokenRowMaker(ABC):
         if self.prompt_end_ids is not None:
             tensors["prompt_length"] = make_int32([row.prompt for row in rows])
         width = tensors["input_ids"].shape[1]
-        return CoreRows(tensors, [row.metadata for row in rows], width)
+        return CoreRows(tensors, width)
 
 
 def _attempt(function: Any, *arguments: Any) -> Any:
@@ -207,7 +208,7 @@ class PlainTextRowMaker(TokenRowMaker):
 
     def configure(self) -> None:
         super().configure()
-        if self.settings["lowercase"]:
+        if self.settings.get("lowercase"):
             own = self.tokenizer.normalizer
             steps = [own] if own is not None else []
             # The tokenizer finds special tokens in the text before it normalizes the rest.

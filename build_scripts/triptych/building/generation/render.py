@@ -12,7 +12,7 @@ from triptych.base.tensors import Tensor
 from triptych.building.generation.inputs import GeneratingInputs
 from triptych.building.generation.quantizing import engine_weights
 from triptych.container.health import PROMPT_FILE
-from triptych.repository.bundle import RUNTIME, bundle
+from triptych.repository.bundle import RUNTIME, StepCode, bundle
 from triptych.repository.config import (
     CONFIG_FILE,
     declare,
@@ -173,10 +173,11 @@ def render_generation(inputs: GeneratingInputs) -> dict[str, Content]:
     files |= {f"{name}/{version}/.keep": b"" for version in spec.serving.versions}
     files[f"{name}/{PROMPT_FILE}"] = _health_request(inputs)
     engine_module = ENGINES[spec.core.backend]
-    roots = {which: [f"generation_{which}"] for which in settings}
-    roots["core"].append("engine")
     files |= bundle(
-        {f"{step(which)}/1": own for which, own in roots.items()},
+        {
+            f"{step(which)}/1": StepCode([f"generation_{which}", *["engine"] * (which == "core")])
+            for which in settings
+        },
         {"engine": RUNTIME / engine_module.file},
     )
     model = inputs.model

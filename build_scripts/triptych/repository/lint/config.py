@@ -389,6 +389,15 @@ def response_cache(model: Model) -> Iterator[Flaw]:
         yield from _hidden_parameters(model, each)
 
 
+def _refuses_parameters(step: Model) -> bool:
+    """Return whether a step refuses options as request parameters, if it is a first one."""
+    is_refusing = any(source.path.name == "preprocess_cached.py" for source in step.sources)
+    # Older builds have the setting; later steps need not refuse what the first one does.
+    return bool(
+        step.settings.get("refuses_parameters", is_refusing or "row_maker" not in step.settings)
+    )
+
+
 def _hidden_parameters(model: Model, step: Model) -> Iterator[Flaw]:
     """Yield a flaw if `step` of the cached `model` reads request parameters."""
     options = [name for name in request_parameters(step) if name not in model.inputs]
@@ -400,7 +409,7 @@ def _hidden_parameters(model: Model, step: Model) -> Iterator[Flaw]:
             f"Remove response_cache, or build the pipeline again: {names(options)} become optional "
             "inputs",
         )
-    elif request_parameters(step) and not step.settings.get("refuses_parameters", True):
+    elif request_parameters(step) and not _refuses_parameters(step):
         yield error(
             "must have steps that refuse options as request parameters, which are not part of the "
             "cache's key",
