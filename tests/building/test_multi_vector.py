@@ -30,6 +30,10 @@ from triptych.base.errors import UserError
 from triptych.client import AsyncClient, Client, InvalidRequestError, maxsim
 from triptych.core.inputs import read_inputs
 from triptych.models.older import in_current_form
+from triptych.runtime.request_errors import RequestError
+from triptych.runtime.row_metadata import unpack_metadata
+from triptych.runtime.row_types import Row, RowInputs
+from triptych.runtime.rows_passages import QueryPassageRowMaker
 from triptych.serving.server import Server
 from triptych.spec.spec import load_spec
 from triptych.tasks.catalog import find_task
@@ -321,6 +325,33 @@ def test_the_gateway_has_the_vectors_as_tei_and_vllm_have_them(server: Server) -
             assert field in wrong.text
         ranks = http.post("/rerank", json={"query": texts[0], "texts": texts}).json()
         assert len(ranks) == len(texts)
+
+
+def test_an_error_of_a_query_names_the_first_row_that_has_it(
+    tmp_path: Path, models: dict[str, Path]
+) -> None:
+    task, reject = "late-interaction-reranking", {"truncation": "reject"}
+    folder = write_pipeline(tmp_path / "strict", models[EVERYDAY[0]], task, tokenizer=reject)
+    (folder / "traffic.jsonl").write_text('{"text": "a", "text_pair": "b"}\n', encoding="utf-8")
+    inputs = read_inputs(load_spec(folder), quiet)
+    assert inputs.tokenizer_file is not None
+
+    def made(queries: list[str], **settings: int) -> list[Row] | Exception:
+        maker = QueryPassageRowMaker(
+            {**inputs.plan.row_settings, "layout": "packed", **settings},
+            Path(inputs.tokenizer_file or "").parent,
+        )
+        columns = {"text": queries, "text_pair": ["c"] * len(queries)}
+        (rows,) = maker.token_rows([RowInputs(columns, {})])
+        return rows
+
+    error = made(["a", "a", "word " * 60])
+    assert isinstance(error, RequestError)
+    assert error.numbers == {"row": 2}
+    assert isinstance(made(["a", "b"], max_core_rows=3), RequestError)
+    rows = made(["a", "a"], max_core_rows=3)
+    assert isinstance(rows, list)
+    assert [unpack_metadata(row.metadata).row for row in rows] == [-1, 0, 0]
 
 
 def test_settings_of_a_model_are_applied_or_refused(

@@ -225,7 +225,7 @@ def test_a_search_ends_as_the_model_asks_or_the_difference_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reference is what transformers answers with the model's own early_stopping."""
-    monkeypatch.setattr("text2text_cases.END_BIAS", 5.0)
+    monkeypatch.setattr("tests.support.text2text_cases.END_BIAS", 5.0)
     model = write_model("bart", tmp_path / "model")
     folder = write_pipeline(tmp_path / "bart", model)
     draw = random.Random(3)

@@ -194,8 +194,8 @@ def _mix(decode, *arguments):
 
 def mix_answers_up(repository: Path, name: str) -> None:
     """Some requests get the answer of another: what a faulty batcher would do."""
-    path = repository / f"{name}_postprocess/1/model.py"
-    _replace(path, "self._decoder.decode(", "_mix(self._decoder.decode, ", _MIX)
+    path = repository / f"{name}_postprocess/1/postprocess.py"
+    _replace(path, "self.decoder.decode(", "_mix(self.decoder.decode, ", _MIX)
 
 
 BROKEN: dict[str, tuple[Callable[[Path, str], None], str, str]] = {

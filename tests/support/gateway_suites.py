@@ -290,7 +290,8 @@ def test_openai_calls_tools_in_chat() -> None:
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     for item in items:
         reason = EXPECTED.get(item.originalname)
-        if reason and item.cls is TestLangChainChat:
+        # As a plugin, this module is another one than that of the tests.
+        if reason and item.cls.__name__ == TestLangChainChat.__name__:
             item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
 
 

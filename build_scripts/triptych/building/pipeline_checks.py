@@ -25,6 +25,7 @@ import numpy as np
 
 from triptych.base.errors import UserError
 from triptych.core.inputs import labels_of, read_model_of, task_of
+from triptych.models.older import in_current_form
 from triptych.models.source import locate
 from triptych.repository.python_env import modules_of
 from triptych.runtime.hooking import (
@@ -143,7 +144,7 @@ def _read_model(spec: PipelineSpec, task: Task) -> tuple[Sequence[str], Path | N
     hooks = (spec.folder / HOOKS_FILE).read_text(encoding="utf-8")
     if not re.search(r"\bdef setup\b", hooks) or not re.search(r"\.(labels|tokenizer)\b", hooks):
         return (), None
-    folder = locate(spec.model, spec.folder)
+    folder = in_current_form(locate(spec.model, spec.folder), task.loader, lambda *_: None)
     info, tokenizer = read_model_of(spec, task, folder, lambda *_: None)
     return labels_of(task, info), tokenizer
 

@@ -25,9 +25,11 @@ def in_current_form(folder: Path, loader: Loader, progress: Progress) -> Path:
     Raises:
         UserError: sentence-transformers cannot load the model.
     """
+    if loader != "MultiVectorEncoder":
+        return folder
     saved_by = read_json(folder / CONFIG, default={}).get("model_type")
     architectures = read_json(folder / "config.json").get("architectures") or ()
-    if loader != "MultiVectorEncoder" or not (saved_by == PYLATE or STANFORD in architectures):
+    if saved_by != PYLATE and STANFORD not in architectures:
         return folder
 
     def work(target: Path) -> None:
