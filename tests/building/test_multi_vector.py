@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.mistakes import check_refused
-from tests.support.project import build_into, quiet, selected_names, traffic_texts
+from tests.support.project import build_into, quiet, traffic_texts
 from tests.support.scaffolding import run
 from tests.support.served_command import gateway
 from tests.support.served_models import (
@@ -24,7 +24,9 @@ from tests.support.served_models import (
     UNIGRAM,
     VECTORS,
     Served,
+    each_of,
     save,
+    write_chosen,
 )
 from triptych.base.errors import UserError
 from triptych.client import AsyncClient, Client, InvalidRequestError, maxsim
@@ -75,8 +77,6 @@ KINDS = {
     ),
 }
 EVERYDAY = ("bert", "distil")
-OLDER = ("pylate", "stanford")
-"""Forms in which PyLate 3 and Stanford's ColBERT save a model."""
 RERANKER = "passages"
 
 
@@ -145,6 +145,10 @@ def as_stanford(model: Path, target: Path) -> Path:
     return target
 
 
+OLDER = {"pylate": as_pylate, "stanford": as_stanford}
+"""Forms in which PyLate 3 and Stanford's ColBERT save a model."""
+
+
 def write_pipeline(folder: Path, model: Path, task: str, **fields: Any) -> Path:
     folder.mkdir(parents=True)
     spec = {"task": task, "model": {"source": str(model)}, **fields}
@@ -157,27 +161,19 @@ def write_pipeline(folder: Path, model: Path, task: str, **fields: Any) -> Path:
     return folder
 
 
-def each_of(*names: str) -> pytest.MarkDecorator:
-    marks = [pytest.param(n, marks=() if n in EVERYDAY else pytest.mark.long) for n in names]
-    return pytest.mark.parametrize("name", marks)
-
-
 @pytest.fixture(scope="module")
 def models(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path
 ) -> dict[str, Path]:
     """Folder of each model that a selected test needs."""
-    chosen = selected_names(request)
     base = tmp_path_factory.mktemp("models")
-    found = {
-        name: write_model(kind, base / name, minilm_folder)
-        for name, kind in KINDS.items()
-        if name in chosen or name == EVERYDAY[0]
-    }
-    for name, write in zip(OLDER, (as_pylate, as_stanford), strict=True):
-        if name in chosen:
-            found[name] = write(found[EVERYDAY[0]], base / name)
-    return found
+
+    def write(name: str) -> Path:
+        if name in OLDER:
+            return OLDER[name](base / EVERYDAY[0] / "model", base / name)
+        return write_model(KINDS[name], base / name, minilm_folder)
+
+    return write_chosen(request, (*KINDS, *OLDER), EVERYDAY[0], write)
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +200,7 @@ def reference_of(model: Path, role: str, texts: list[str] = TEXTS) -> list[Array
     return [encode([text], convert_to_numpy=True)[0] for text in texts]
 
 
-@each_of(*KINDS, *OLDER)
+@each_of((*KINDS, *OLDER), EVERYDAY)
 def test_vectors_are_those_of_the_library(
     server: Server, models: dict[str, Path], name: str
 ) -> None:

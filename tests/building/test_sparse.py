@@ -11,9 +11,19 @@ import numpy as np
 import pytest
 
 from tests.support.mistakes import check_refused
-from tests.support.project import build_into, quiet, selected_names, traffic_texts
+from tests.support.project import build_into, quiet, traffic_texts
 from tests.support.served_command import gateway
-from tests.support.served_models import MASKS, MODERN, OFFSET, ROBERTA, UNIGRAM, Served, save
+from tests.support.served_models import (
+    MASKS,
+    MODERN,
+    OFFSET,
+    ROBERTA,
+    UNIGRAM,
+    Served,
+    each_of,
+    save,
+    write_chosen,
+)
 from tests.support.task_models import masked_model
 from triptych.client import (
     AsyncClient,
@@ -102,25 +112,17 @@ def write_pipeline(folder: Path, model: Path, **fields: Any) -> Path:
     return folder
 
 
-def each_of() -> pytest.MarkDecorator:
-    marks = [
-        pytest.param(name, marks=() if name in EVERYDAY else pytest.mark.long) for name in KINDS
-    ]
-    return pytest.mark.parametrize("name", marks)
-
-
 @pytest.fixture(scope="module")
 def models(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path
 ) -> dict[str, Path]:
     """Folder of each model that a selected test needs."""
-    chosen = selected_names(request)
     base = tmp_path_factory.mktemp("models")
-    return {
-        name: write_model(name, base / name, minilm_folder)
-        for name in KINDS
-        if name in chosen or name == EVERYDAY[0]
-    }
+
+    def write(name: str) -> Path:
+        return write_model(name, base / name, minilm_folder)
+
+    return write_chosen(request, KINDS, EVERYDAY[0], write)
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +173,7 @@ def test_vectors_have_the_forms_of_libraries_and_stores() -> None:
     assert sparse_matrix([], 9).shape == (0, 9)
 
 
-@each_of()
+@each_of(KINDS, EVERYDAY)
 def test_vectors_are_those_of_the_library(
     server: Server, models: dict[str, Path], name: str
 ) -> None:

@@ -1,10 +1,12 @@
 """Small random models of many architectures with tokenizers of their own kind, to be served."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.support.project import traffic_texts
+import pytest
+
+from tests.support.project import selected_names, traffic_texts
 from tests.support.tokenizers_of_kinds import LONGEST, train
 
 TAGS = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]
@@ -44,6 +46,23 @@ BART = {
 DISTIL: Mapping[str, Any] = {"dim": 32, "n_layers": 1, "n_heads": 2, "hidden_dim": 64}
 T5 = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
 QWEN = {"num_key_value_heads": 1, "head_dim": 16}
+
+
+def each_of(names: Iterable[str], everyday: Collection[str]) -> pytest.MarkDecorator:
+    """Run a test for each name; those that are not for every day are long."""
+    marks = [pytest.param(n, marks=() if n in everyday else pytest.mark.long) for n in names]
+    return pytest.mark.parametrize("name", marks)
+
+
+def write_chosen(
+    request: pytest.FixtureRequest,
+    names: Iterable[str],
+    always: str,
+    write: Callable[[str], Path],
+) -> dict[str, Path]:
+    """Write the models that a selected test of the file needs, and the one that is `always`."""
+    chosen = selected_names(request)
+    return {name: write(name) for name in names if name in chosen or name == always}
 
 
 class Served(NamedTuple):

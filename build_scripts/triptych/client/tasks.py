@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from triptych.base.max_similarity import max_similarity
 from triptych.client.errors import InvalidRequestError, RowError
 from triptych.client.wire import Parameter, PipelineConfig, Rows, check_rows
 
@@ -307,15 +308,8 @@ def maxsim(queries: Sequence[Vectors], documents: Sequence[Vectors]) -> NDArray[
     Returns:
         float32 ``[queries, documents]``; 0 for a document without vectors.
     """
-    scores = np.zeros((len(queries), len(documents)), np.float32)
-    filled = [place for place, vectors in enumerate(documents) if len(vectors)]
-    if not filled:
-        return scores
-    every = np.concatenate([documents[place] for place in filled]).astype(np.float32, copy=False).T
-    starts = np.cumsum([0, *(len(documents[place]) for place in filled[:-1])])
-    for row, query in zip(scores, queries, strict=True):
-        products = query.astype(np.float32, copy=False) @ every
-        row[filled] = np.maximum.reduceat(products, starts, axis=1).sum(axis=0)
+    singles = [[each.astype(np.float32, copy=False) for each in s] for s in (queries, documents)]
+    scores: NDArray[np.float32] = max_similarity(*singles)
     return scores
 
 

@@ -196,7 +196,7 @@ class Cohere(Endpoints):
         await _check_length(pipeline, body.max_tokens, "max_tokens")
         prompt = await pipeline.prompt(body.input_type, None)
         if body.truncate == "NONE":
-            await pipeline.check_lengths({"text": texts}, prompt, field="texts")
+            await pipeline.check_lengths({"text": texts}, {"prompt": prompt}, field="texts")
         types = body.embedding_types or ["float"]
         passes = list(dict.fromkeys(_PASSES[each] for each in types))
         if {"float", "ubinary"} <= set(passes):

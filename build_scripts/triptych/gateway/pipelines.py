@@ -334,24 +334,24 @@ class Pipeline:
     async def check_lengths(
         self,
         columns: Mapping[str, list[str]],
-        prompt: str | None = None,
+        parameters: Mapping[str, str | None] | None = None,
         *,
         field: str = "inputs",
-        parameter: str = "prompt",
     ) -> None:
         """Raise `ApiError` if the pipeline would truncate a row, or if that is not known.
 
         Args:
             columns: Texts of each input.
-            prompt: Prompt of the request, which counts.
+            parameters: Parameters of the request that choose its prompt, which counts; None for the
+                pipeline's own.
             field: Name of the rows in the request.
-            parameter: Name of the parameter that chooses the prompt.
         """
         step = await self.step()
         if step is None or step.has_hooks:
             rule = "is only supported with --repository, and for pipelines without hooks"
             raise invalid("truncate", rule, "", "Leave it out")
-        given = {**step.settings["parameters"], **({} if prompt is None else {parameter: prompt})}
+        given = dict(step.settings["parameters"])
+        given |= {name: each for name, each in (parameters or {}).items() if each is not None}
         found = await asyncio.to_thread(step.find_refused, columns, given)
         if found is not None:
             row, error = found

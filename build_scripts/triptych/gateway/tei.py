@@ -378,7 +378,7 @@ class Tei(Endpoints):
         config = await pipeline.require(task)
         if body.truncate is False:
             parameter = "role" if task == MULTI_VECTOR else "prompt"
-            await pipeline.check_lengths({"text": texts}, body.prompt_name, parameter=parameter)
+            await pipeline.check_lengths({"text": texts}, {parameter: body.prompt_name})
         return pipeline, config, texts
 
     async def _find(self, name: str | None, task: str | None = None) -> Pipeline:

@@ -347,9 +347,8 @@ def read_model_info(
     of_modules = read_settings_of(folder, saved.modules, modules)
     roles: Mapping[str, Role] = {}
     if MASK in of_modules:
-        tokenizer_of = load_tokenizer(folder, tokenizer)
         of_roles = saved.transformer.of_roles
-        roles = read_roles(of_roles, of_modules[MASK], tokenizer_of, max_length)
+        roles = read_roles(of_roles, of_modules[MASK], texts.tokenizer, max_length)
         max_length = max(role.max_length for role in roles.values())
         library_length = max_length if of_roles else library_length
 
@@ -398,6 +397,7 @@ def read_model_info(
 class _TextInfo(NamedTuple):
     """The part of `ModelInfo` that the tokenizer knows."""
 
+    tokenizer: Any = None
     max_length: object = None
     segments: int = 1
     mask_token: str | None = None
@@ -424,6 +424,7 @@ def _read_texts(
     if logit_score is not None and tokenizer.chat_template:
         template = read_pair_template(partial(tokenizer.apply_chat_template, tokenize=False))
     return _TextInfo(
+        tokenizer=tokenizer,
         max_length=tokenizer.model_max_length,
         segments=_segments(tokenizer, _setting(folder, config, "type_vocab_size") or 1),
         mask_token=tokenizer.mask_token,

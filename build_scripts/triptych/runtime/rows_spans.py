@@ -12,7 +12,14 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from .request_errors import RequestError
-from .row_metadata import OUTSIDE, WORD_INSIDE, WORD_START, RowMetadata, pack_metadata
+from .row_metadata import (
+    OUTSIDE,
+    WORD_INSIDE,
+    WORD_START,
+    RowMetadata,
+    metadata_tensor,
+    pack_metadata,
+)
 from .row_types import CoreRows, Row, RowInputs
 from .rows_pairs import PairForm, check_filled
 from .rows_text import Input, TokenRowMaker
@@ -97,8 +104,7 @@ class SpanRowMaker(TokenRowMaker):
 
     def tensors(self, rows: Sequence[Row]) -> CoreRows:
         made = super().tensors(rows)
-        metadata = np.array([row.metadata for row in rows], np.object_)
-        made.tensors["row_metadata"] = metadata.reshape(-1, 1)
+        made.tensors["row_metadata"] = metadata_tensor([row.metadata for row in rows])
         return made
 
 

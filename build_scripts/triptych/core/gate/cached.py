@@ -38,6 +38,7 @@ from triptych.tasks.accuracy import (
 
 CODE = (
     "core/gate/*.py",
+    "base/max_similarity.py",
     "tasks/*.py",
     "tasks/catalog/*.py",
     "runtime/*.py",

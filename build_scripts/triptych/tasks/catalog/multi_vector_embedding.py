@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from triptych.base.errors import UserError
+from triptych.base.max_similarity import max_similarity
 from triptych.base.tensors import Tensor
 from triptych.models.info import ModelInfo
 from triptych.models.roles import DOCUMENT, ROLES
@@ -17,7 +18,7 @@ from triptych.runtime.decode_token_vectors import ENCODINGS
 from triptych.tasks.compare import Comparison, Floats, Outputs, finite, spearman
 from triptych.tasks.labeled import similarity_correlation
 from triptych.tasks.metric import Metric
-from triptych.tasks.metrics_vectors import COSINES, row_cosines
+from triptych.tasks.metrics_vectors import COSINES, NEIGHBOR_TOLERANCE, row_cosines
 from triptych.tasks.prompts import ROLE
 from triptych.tasks.task import TEXT, Core, HeadContext, Parameters, Rule, Task, View
 
@@ -48,9 +49,6 @@ SCORE_RANK_CORRELATION = Metric(
     limits=(0.9999, 0.999, 0.99),
     probe=(0.999, 0.985),
 )
-TOLERANCE = 0.002
-"""Score that a different first document may lose and still count as right, as
-`metrics_vectors.NEIGHBOR_TOLERANCE`."""
 
 
 def _head(context: HeadContext) -> nn.Module:
@@ -59,12 +57,8 @@ def _head(context: HeadContext) -> nn.Module:
     return TokenHead(context.info, context.folder)
 
 
-def _size(info: ModelInfo) -> int:
-    return info.embedding_size
-
-
 def _core(info: ModelInfo, parameters: Parameters) -> Core:
-    vectors = Tensor("token_embedding", "FP32", ("tokens", _size(info)))
+    vectors = Tensor("token_embedding", "FP32", ("tokens", info.embedding_size))
     return Core("AutoModel", reads="vectors", returns="token_vectors", outputs=(vectors,))
 
 
@@ -103,7 +97,7 @@ def compare_token_vectors(
     if len(expected) > 2:
         first = np.where(np.isfinite(scores), scores, -np.inf).argmax(1)
         lost = expected.max(1) - np.take_along_axis(expected, first[:, None], 1)[:, 0]
-        values[FIRST_AGREEMENT.name] = float((lost <= TOLERANCE).mean())
+        values[FIRST_AGREEMENT.name] = float((lost <= NEIGHBOR_TOLERANCE).mean())
         correlation = spearman(scores.ravel(), expected.ravel())
         if correlation is not None:
             values[SCORE_RANK_CORRELATION.name] = correlation
@@ -124,16 +118,9 @@ def _scores(texts: Sequence[Floats]) -> Floats:
     It is divided by the number of the query's vectors. A text itself, and a text without vectors,
     has the score 0.
     """
-    scores = np.zeros((len(texts), len(texts)))
-    filled = [place for place, text in enumerate(texts) if len(text)]
-    if not filled:
-        return scores
-    every = np.concatenate([texts[place] for place in filled])
-    starts = np.cumsum([0, *(len(texts[place]) for place in filled[:-1])])
-    for place in filled:
-        with np.errstate(invalid="ignore"):
-            best = np.maximum.reduceat(texts[place] @ every.T, starts, axis=1)
-        scores[place, filled] = best.mean(0)
+    with np.errstate(invalid="ignore"):
+        sums = max_similarity(texts, texts)
+    scores: Floats = sums / np.array([[max(1, len(text))] for text in texts])
     np.fill_diagonal(scores, 0.0)
     return scores
 
