@@ -134,7 +134,7 @@ def test_padded_batches_give_what_the_reference_gives(
     expected = reference_outputs(inputs.model_folder, info, core, samples)
     for index, (sample, wanted) in enumerate(zip(samples, expected, strict=True)):
         rows: list[Any] = [output[index] for output in outputs]
-        if core.per_token:
+        if core.token_outputs:
             rows = [row[: len(sample.ids)] for row in rows]  # type: ignore[union-attr]
         if name != "answers":
             rows = [row.softmax(-1) for row in rows]

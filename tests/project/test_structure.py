@@ -39,6 +39,8 @@ HEAVY = {
         "models/checks.py",
         "models/image_core.py",
         "models/loading.py",
+        "models/token_layers.py",
+        "tasks/catalog/hybrid_embedding.py",
         "tasks/catalog/multi_vector_embedding.py",
         "tasks/catalog/sparse_embedding.py",
         "tasks/heads.py",

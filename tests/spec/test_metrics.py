@@ -293,6 +293,7 @@ LINES: dict[str, tuple[dict[str, Any], Any]] = {
     "text-embedding": ({"text": "a", "text_pair": "b", "score": 3}, 3.0),
     "multi-vector-embedding": ({"text": "a", "text_pair": "b", "score": 3}, 3.0),
     "sparse-embedding": ({"text": "a", "text_pair": "b", "score": 3}, 3.0),
+    "hybrid-embedding": ({"text": "a", "text_pair": "b", "score": 3}, 3.0),
 }
 OTHERS: dict[str, dict[str, Any]] = {
     "reranking": {"relevant": 0},
@@ -300,6 +301,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "multi-vector-embedding": {"score": 1},
     "text-embedding": {"score": 1},
     "sparse-embedding": {"score": 1},
+    "hybrid-embedding": {"score": 1},
 }
 
 

@@ -62,6 +62,14 @@ def token_vectors(*rows: Sequence[float]) -> Decoded:
     return {"embedding": np.array([rows], np.float32), "token_count": count}
 
 
+def hybrid(
+    embedding: Sequence[float], weights: Mapping[int, float], *rows: Sequence[float]
+) -> Decoded:
+    of_tokens = token_vectors(*rows)
+    of_tokens["token_embedding"] = of_tokens.pop("embedding")
+    return {**vector(*embedding), **terms(weights), **of_tokens}
+
+
 def vectors(rows: NDArray[Any]) -> list[Decoded]:
     return [vector(*row) for row in rows]
 
@@ -79,6 +87,11 @@ EXAMPLES: dict[str, list[Decoded]] = {
     ],
     "late-interaction-reranking": relevances([2.0, -1.0, 0.5]),
     "sparse-embedding": [terms({2: 1.5, 7: 0.5}), terms({7: 2.0, 0: 1.0}), terms({4: 1.0, 2: 0.5})],
+    "hybrid-embedding": [
+        hybrid((1, 0), {2: 1.5, 7: 0.5}, (1, 0), (0.6, 0.8)),
+        hybrid((0.6, 0.8), {7: 2.0, 0: 1.0}, (0, 1)),
+        hybrid((0, 1), {4: 1.0, 2: 0.5}, (-1, 0), (0.8, -0.6), (0, 1)),
+    ],
     "text-classification": [labels(("a", 0.9)), labels(("b", 0.6), ("a", 0.4)), labels(("a", 0.5))],
     "zero-shot-classification": [labels(("a", 0.5), ("b", 0.5)), labels(("x", 0.7), ("y", 0.3))],
     "image-classification": [labels(("cat", 0.9), ("dog", 0.1)), labels(("dog", 1.0))],
@@ -96,18 +109,19 @@ _PERFECT_VECTORS = {
     "max_neighbor_loss": 0.0,
     "similarity_rank_correlation": 1.0,
 }
+_PERFECT_TERMS = {**_PERFECT_VECTORS, "term_overlap": 1.0, "product_error": 0.0}
+_PERFECT_SCORES = {
+    "score_error": 0.0,
+    "first_document_agreement": 1.0,
+    "score_rank_correlation": 1.0,
+}
 _PERFECT_ORDER = {"rank_correlation": 1.0, "top1_agreement": 1.0}
 PERFECT = {
     "text-embedding": _PERFECT_VECTORS,
-    "multi-vector-embedding": {
-        "min_cosine": 1.0,
-        "mean_cosine": 1.0,
-        "score_error": 0.0,
-        "first_document_agreement": 1.0,
-        "score_rank_correlation": 1.0,
-    },
+    "multi-vector-embedding": {"min_cosine": 1.0, "mean_cosine": 1.0, **_PERFECT_SCORES},
+    "hybrid-embedding": {**_PERFECT_TERMS, **_PERFECT_SCORES},
     "late-interaction-reranking": _PERFECT_ORDER,
-    "sparse-embedding": {**_PERFECT_VECTORS, "term_overlap": 1.0, "product_error": 0.0},
+    "sparse-embedding": _PERFECT_TERMS,
     "token-classification": {"entity_f1": 1.0},
     "question-answering": {"exact_match": 1.0, "answer_f1": 1.0},
     "reranking": _PERFECT_ORDER,

@@ -227,6 +227,7 @@ class PipelineClient:
         deadline: Deadline,
         *,
         keep_going: bool,
+        requested: Sequence[str] = (),
     ) -> Flow[Work]:
         own = parameters or {}
         parameters = {**(CALL_PARAMETERS.get() or {}), **own}
@@ -251,6 +252,7 @@ class PipelineClient:
             retries=self._retries,
             keep_going=keep_going,
         )
+        work.requested = requested
         yield work
         return work
 
@@ -271,7 +273,13 @@ class PipelineClient:
         encoded, deadline = encode_rows(call.inputs), self._deadline(call.timeout_s)
         try:
             return (
-                yield from self._perform(encoded, call.parameters, deadline, keep_going=keep_going)
+                yield from self._perform(
+                    encoded,
+                    call.parameters,
+                    deadline,
+                    keep_going=keep_going,
+                    requested=call.requested,
+                )
             )
         except InvalidRequestError as error:
             mismatch = None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
 
-from triptych.client.tasks import COUNT, TERMS
+from triptych.client.tasks import COUNT, TERMS, TOKEN_VECTORS
 from triptych.client.wire import Parameter, PipelineConfig
 
 
@@ -21,28 +21,28 @@ def plain_outputs(
     Rows that end with zeros, because another one of the response has more tokens or terms, are
     returned without them.
     """
-    in_json, counts = _outputs_in_json(), _counts(outputs)
+    in_json = _outputs_in_json()
     plain = {
         name: _plain(outputs[name], single=dims == (1,), as_json=name in in_json)
         for name, (_, dims) in config.outputs.items()
         if name in outputs
     }
-    for name, rows in plain.items():
-        if counts is not None and name != COUNT:
-            plain[name] = [row[:count] for row, count in zip(rows, counts, strict=True)]
+    for names, counts in _counts(outputs):
+        for name in names:
+            rows = zip(plain[name], counts, strict=True)
+            plain[name] = [row[:count] for row, count in rows]
     return plain
 
 
-def _counts(outputs: Mapping[str, NDArray[Any]]) -> list[int] | None:
-    """Return the number of tokens or terms of each row; None for other outputs."""
+def _counts(outputs: Mapping[str, NDArray[Any]]) -> list[tuple[Sequence[str], list[int]]]:
+    """Return names of outputs with rows of many sizes, and the size of each of their rows."""
+    found: list[tuple[Sequence[str], list[int]]] = []
     if COUNT in outputs:
-        counts = outputs[COUNT][:, 0]
-    elif outputs.keys() == set(TERMS):
-        counts = (outputs[TERMS[1]] != 0).sum(axis=1)
-    else:
-        return None
-    plain: list[int] = counts.tolist()
-    return plain
+        names = [name for name in TOKEN_VECTORS if name in outputs][:1]
+        found.append((names, outputs[COUNT][:, 0].tolist()))
+    if outputs.keys() >= set(TERMS):
+        found.append((TERMS, (outputs[TERMS[1]] != 0).sum(axis=1).tolist()))
+    return found
 
 
 @functools.cache

@@ -94,6 +94,7 @@ class Client(PipelineClient):
     embed, embed_each = _blocking_task(tasks.embed)
     embed_sparse, embed_sparse_each = _blocking_task(tasks.embed_sparse)
     embed_multi_vector, embed_multi_vector_each = _blocking_task(tasks.embed_multi_vector)
+    embed_hybrid, embed_hybrid_each = _blocking_task(tasks.embed_hybrid)
     classify, classify_each = _blocking_task(tasks.classify)
     classify_images, classify_images_each = _blocking_task(tasks.classify_images)
     classify_zero_shot, classify_zero_shot_each = _blocking_task(tasks.classify_zero_shot)

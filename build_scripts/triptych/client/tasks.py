@@ -98,6 +98,20 @@ class SparseVector(NamedTuple):
         return dict(zip(map(str, self.indices.tolist()), self.values.tolist(), strict=True))
 
 
+class HybridEmbedding(NamedTuple):
+    """Embeddings of a text by one pass of a model; None for those that were not asked for.
+
+    Attributes:
+        dense: Vector of the text, float32 ``[dimensions]``.
+        sparse: Terms of the text with their weights.
+        vectors: Vectors of the tokens for `maxsim`, float32 ``[tokens, dimensions]``.
+    """
+
+    dense: NDArray[np.float32] | None = None
+    sparse: SparseVector | None = None
+    vectors: NDArray[np.float32] | None = None
+
+
 def sparse_matrix(vectors: Sequence[SparseVector], vocabulary: int) -> csr_array:
     """Return sparse vectors as the rows of a `scipy.sparse.csr_array`.
 
@@ -131,6 +145,7 @@ Texts = Sequence["str | bytes"]
 Encoding = Literal["float", "int8", "uint8", "binary", "ubinary"]
 TokenEncoding = Literal[Encoding, "float16"]
 Role = Literal["query", "document"]
+HybridOutput = Literal["dense", "sparse", "vectors"]
 Aggregation = Literal["none", "simple", "first", "max", "average"]
 
 
@@ -144,6 +159,7 @@ class TaskCall(Generic[Whole, Row]):
         read_row: Returns the result of one row from its index and outputs.
         is_placeholder: Whether the only row of `inputs` is a placeholder for no rows.
         has_one_output: Whether a response has only one of the outputs.
+        requested: Outputs that a response has; all if none is given.
     """
 
     inputs: Rows
@@ -154,6 +170,7 @@ class TaskCall(Generic[Whole, Row]):
     timeout_s: float | None
     is_placeholder: bool = False
     has_one_output: bool = False
+    requested: tuple[str, ...] = ()
 
     def whole(self, outputs: Outputs) -> Whole:
         """Return the result of the call.
@@ -274,8 +291,7 @@ def embed_multi_vector(
     """
 
     def read_row(_: int, outputs: RowOutputs) -> Vectors:
-        name = next(name for name in TOKEN_VECTORS if name in outputs)
-        return outputs[name][: outputs[COUNT].item()]
+        return _token_vectors_of(outputs)
 
     return TaskCall(
         {"text": texts},
@@ -291,8 +307,11 @@ TERMS = ("token_id", "weight")
 """Outputs of sparse embeddings; a row with fewer terms than another one ends with weights of 0."""
 COUNT = "token_count"
 """Output of a pipeline with a vector for each token; a row has that many."""
-TOKEN_VECTORS = ("embedding", "embedding_float16", "embedding_int8", "embedding_uint8")
-"""Outputs of a pipeline with a vector for each token, of which a response has one."""
+TOKEN_VECTORS = (
+    "token_embedding", "embedding", "embedding_float16", "embedding_int8", "embedding_uint8",
+)  # fmt: skip
+"""Outputs of a pipeline with a vector for each token, of which the first one of a response counts:
+a pipeline with several kinds of vectors has an `embedding` of the text, too."""
 
 
 def maxsim(queries: Sequence[Vectors], documents: Sequence[Vectors]) -> NDArray[np.float32]:
@@ -332,8 +351,7 @@ def embed_sparse(
     """
 
     def read_row(_: int, outputs: RowOutputs) -> SparseVector:
-        terms = outputs["weight"] != 0  # rows with fewer terms than others end with 0
-        return SparseVector(outputs["token_id"][terms], outputs["weight"][terms])
+        return _terms_of(outputs)
 
     return TaskCall(
         {"text": texts},
@@ -343,6 +361,65 @@ def embed_sparse(
         read_row,
         timeout_s,
     )
+
+
+def embed_hybrid(
+    texts: Texts,
+    *,
+    outputs: Sequence[HybridOutput] = ("dense", "sparse", "vectors"),
+    max_active_dims: int | None = None,
+    threshold: float | None = None,
+    prompt: str | None = None,
+    role: Role | None = None,
+    timeout_s: float | None = None,
+) -> TaskCall[list[HybridEmbedding], HybridEmbedding]:
+    """Return the vector, the terms and the vectors of the tokens of each text, as BGE-M3 has them.
+
+    The server sends only the `outputs` that are named; the model computes all in one pass.
+    `max_active_dims`, `threshold`, `prompt` and `role` are as in `embed_sparse`.
+
+    Returns:
+        For each text its embeddings, in the order of `texts`; None for those not named.
+    """
+    unknown = [name for name in outputs if name not in _HYBRID]
+    if unknown or not outputs:
+        raise InvalidRequestError(
+            f"`outputs` must name some of {', '.join(_HYBRID)}. Given: {list(outputs)}. "
+            "Correct them."
+        )
+    read = {name: of_row for name, (_, of_row) in _HYBRID.items() if name in outputs}
+
+    def read_row(_: int, found: RowOutputs) -> HybridEmbedding:
+        return HybridEmbedding(**{name: of_row(found) for name, of_row in read.items()})
+
+    requested = tuple(tensor for name in read for tensor in _HYBRID[name][0])
+    return TaskCall(
+        {"text": texts},
+        _given(max_active_dims=max_active_dims, threshold=threshold, prompt=prompt, role=role),
+        requested,
+        _by_row(read_row),
+        read_row,
+        timeout_s,
+        requested=requested,
+    )
+
+
+def _terms_of(outputs: RowOutputs) -> SparseVector:
+    terms = outputs["weight"] != 0  # rows with fewer terms than others end with 0
+    return SparseVector(outputs["token_id"][terms], outputs["weight"][terms])
+
+
+def _token_vectors_of(outputs: RowOutputs) -> Vectors:
+    name = next(name for name in TOKEN_VECTORS if name in outputs)
+    return outputs[name][: outputs[COUNT].item()]
+
+
+_HYBRID: Mapping[str, tuple[tuple[str, ...], Callable[[RowOutputs], Any]]] = {
+    "dense": (("embedding",), lambda outputs: outputs["embedding"]),
+    "sparse": (TERMS, _terms_of),
+    "vectors": (("token_embedding", COUNT), _token_vectors_of),
+}
+"""Outputs of a pipeline that each embedding is read from, with the function that reads a row."""
 
 
 def classify(

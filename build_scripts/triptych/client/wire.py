@@ -240,13 +240,17 @@ def infer_request(
     parameters: Mapping[str, Parameter],
     options: Mapping[str, str],
     encoded: EncodedRows | None = None,
+    requested: Sequence[str] = (),
 ) -> service_pb2.ModelInferRequest:
     """Return the ``ModelInferRequest`` with these rows of `columns`, each input of shape [rows, 1].
 
     Those `parameters` that are `options` (name to datatype) are sent as inputs, too. Typed inputs
-    have the datatype and the shape of the first row in `encoded`.
+    have the datatype and the shape of the first row in `encoded`. The response has the `requested`
+    outputs; all if none is given.
     """
     request = service_pb2.ModelInferRequest(model_name=pipeline)
+    for name in requested:
+        request.outputs.add(name=name)
     for name, value in parameters.items():
         if name not in options:
             _set_parameter(request.parameters[name], name, value)

@@ -101,6 +101,7 @@ class Work:
 
     Attributes:
         refused: Error of each rejected row; only filled with `keep_going`.
+        requested: Outputs that responses have; all if it is empty.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class Work:
         if encoded.refused and not keep_going:
             raise encoded.refused[min(encoded.refused)]
         self.refused: dict[int, RowError] = dict(encoded.refused)
+        self.requested: Sequence[str] = ()
         self._pipeline = pipeline
         self._encoded = encoded
         self._parameters = parameters
@@ -193,7 +195,13 @@ class Work:
             parameters.setdefault("timeout", int((remaining_s + _QUEUE_GRACE_S) * 1e6))
         columns = self._encoded.columns
         request = infer_request(
-            self._pipeline, columns, portion.rows, parameters, self._options, self._encoded
+            self._pipeline,
+            columns,
+            portion.rows,
+            parameters,
+            self._options,
+            self._encoded,
+            self.requested,
         )
         return request, remaining_s
 

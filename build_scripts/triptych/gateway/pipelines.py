@@ -56,9 +56,11 @@ Texts = str | Lines | _Ids | Annotated[list[_Ids], _SOME]
 EMBEDDING, RERANKING, CLASSIFICATION = "text-embedding", "reranking", "text-classification"
 SPARSE, MULTI_VECTOR = "sparse-embedding", "multi-vector-embedding"
 FITS: Mapping[str, Callable[[Set[str]], bool]] = {
-    EMBEDDING: lambda outputs: "embedding" in outputs and "token_count" not in outputs,
+    EMBEDDING: lambda outputs: (
+        "embedding" in outputs and ("token_count" not in outputs or "token_embedding" in outputs)
+    ),
     RERANKING: lambda outputs: outputs == {"score"},
-    SPARSE: lambda outputs: outputs == {"token_id", "weight"},
+    SPARSE: lambda outputs: outputs >= {"token_id", "weight"},
     MULTI_VECTOR: lambda outputs: "token_count" in outputs,
     CLASSIFICATION: lambda outputs: outputs >= {"label", "score"},
 }

@@ -42,6 +42,7 @@ from triptych.models.text import (
     read_relevance,
     read_settings_of,
 )
+from triptych.models.token_layers import TOKEN_LAYERS
 from triptych.models.tokenizer import has_vocabulary, load_tokenizer, write_tokenizers
 
 CARD = "README.md"
@@ -62,7 +63,7 @@ def read_license(folder: Path) -> str:
 
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.spm", "*.safetensors")
+FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.spm", "*.safetensors", *TOKEN_LAYERS)
 FOREIGN = ("onnx/*", "openvino/*", "*.onnx")
 
 

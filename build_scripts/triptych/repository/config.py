@@ -371,7 +371,7 @@ def _join_rows(plan: Plan, config: ModelConfig) -> None:
             data_type=LONGEST.config_type,
             source_input=[ROW_SPAN.name],
         )
-    for tensor in plan.core.outputs if plan.core.per_token else ():
+    for tensor in plan.core.token_outputs:
         # One entry per output: with several targets Triton's backends only fill the first one
         # (BackendOutputResponder::ProcessBatchOutput, releases 24.10 to 26.08).
         config.batch_output.add(

@@ -341,7 +341,7 @@ def python_steps(plan: Plan, ranges: Ranges | None) -> dict[str, PythonStep]:
         "core_outputs": names,
         "decoder": plan.task.decode,
         "outputs": plan.task.output_settings,
-        "packed_tokens": plan.packed and plan.core.per_token,
+        "packed_tokens": [tensor.name for tensor in plan.core.token_outputs if plan.packed],
     }
     if ranges is not None:
         answers["range_sizes"] = list(ranges.sizes)
@@ -357,7 +357,7 @@ def _step_settings(plan: Plan, stage: OwnStage) -> dict[str, object]:
         **step_settings(plan.spec, plan.info, stage),
         "bucket_edges": list(first.bucket_edges),
         "decoder": "own_step.OwnStep",
-        "packed_tokens": False,
+        "packed_tokens": [],
         "rows_from": stage.own.inputs[0].name,
     }
 

@@ -22,7 +22,7 @@ class SparseDecoder:
             ``token_id`` INT32 and ``weight`` FP32 ``[n, terms]``, where terms is that of the row
             with the most, and at least 1. Shorter rows end with the id 0 and the weight 0.
         """
-        most = parameters["max_active_dims"]
+        most = parameters.get("max_active_dims")
         ids, weights = outputs["term_id"][:, :most], outputs["term_weight"][:, :most]
         is_active = ~(weights <= parameters["threshold"])  # a weight that is no number stays
         width = max(1, int(is_active.sum(axis=1).max(initial=0)))

@@ -13,8 +13,11 @@ class Tokens(Postprocess):
 
     def decode(self, inputs: Inputs, results: Arrays, parameters: Parameters) -> Arrays:
         metadata = [unpack_metadata(data) for data in read_bytes(inputs, "row_metadata")]
-        if self.settings.get("packed_tokens"):
-            lengths = [len(row_metadata.kinds) for row_metadata in metadata]
-            results = {name: unpack_rows(value, lengths) for name, value in results.items()}
+        lengths = [len(row_metadata.kinds) for row_metadata in metadata]
+        packed = self.settings.get("packed_tokens", ())
+        results = {
+            name: unpack_rows(value, lengths) if name in packed else value
+            for name, value in results.items()
+        }
         outputs: Arrays = self.decoder.decode(results, metadata, parameters)
         return outputs

@@ -23,12 +23,14 @@ class RowMetadata(NamedTuple):
         text: Text of the offsets; empty if an earlier model row of the same row has it.
         offsets: INT32 ``[tokens, 2]``, start and end character of each token.
         kinds: UINT8 ``[tokens]``: OUTSIDE, WORD_START or WORD_INSIDE.
+        ids: INT32 ``[tokens]``, id of each token where its results are joined by it; else empty.
     """
 
     row: int
     text: str
     offsets: NDArray[np.int32]
     kinds: NDArray[np.uint8]
+    ids: NDArray[np.int32] = np.empty(0, np.int32)
 
 
 Metadata = Sequence[RowMetadata]
@@ -38,7 +40,8 @@ def pack_metadata(row_metadata: RowMetadata) -> bytes:
     text = row_metadata.text.encode("utf-8")
     header = _HEADER.pack(row_metadata.row, len(row_metadata.kinds), len(text))
     offsets = np.ascontiguousarray(row_metadata.offsets, dtype="<i4").tobytes()
-    return header + offsets + row_metadata.kinds.astype(np.uint8).tobytes() + text
+    kinds = row_metadata.kinds.astype(np.uint8).tobytes()
+    return header + offsets + kinds + text + row_metadata.ids.tobytes()
 
 
 def metadata_tensor(rows: Sequence[bytes]) -> NDArray[np.object_]:
@@ -52,7 +55,8 @@ def unpack_metadata(data: bytes) -> RowMetadata:
     offsets = np.frombuffer(data, "<i4", 2 * tokens, start).reshape(tokens, 2)
     kinds = np.frombuffer(data, np.uint8, tokens, start + 8 * tokens)
     end = start + 9 * tokens
-    return RowMetadata(row, data[end : end + size].decode("utf-8"), offsets, kinds)
+    ids = np.frombuffer(data, "<i4", offset=end + size)
+    return RowMetadata(row, data[end : end + size].decode("utf-8"), offsets, kinds, ids)
 
 
 def unpack_rows(values: NDArray[np.generic], lengths: Sequence[int]) -> NDArray[np.generic]:

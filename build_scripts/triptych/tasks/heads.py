@@ -7,7 +7,7 @@ per token, K results. R is B for padded rows, and 1 if the rows share one packed
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -96,7 +96,7 @@ class SentenceHead(nn.Module):
     def forward(self, hidden: Tensor, rows: RowMembership) -> Tensor:
         """Return FP32 ``[B, dim]`` for FP32 ``[R, N, H]``."""
         modes = self.pooling
-        if modes == ("mean",) and isinstance(next(iter(self.after), None), _UnitLength):
+        if modes == ("mean",) and isinstance(next(iter(self.after), None), UnitLength):
             modes = ("sum",)  # the length of the vector does not matter
         pooled = [pool(mode, hidden, rows) for mode in modes]
         vector = torch.cat(pooled, dim=-1) if len(pooled) > 1 else pooled[0]
@@ -107,7 +107,7 @@ class SentenceHead(nn.Module):
 
 def _load_module(module: Dense | Normalize | Truncate | LogitScore, folder: Path) -> nn.Module:
     if isinstance(module, Normalize):
-        return _UnitLength()
+        return UnitLength()
     if isinstance(module, Truncate):
         return _First(module.size)
     if isinstance(module, LogitScore):
@@ -136,7 +136,9 @@ class _TokenLogit(nn.Module):
         return logits[:, :1] - logits[:, 1:] if logits.shape[1] > 1 else logits
 
 
-class _UnitLength(nn.Module):
+class UnitLength(nn.Module):
+    """Scaling of each vector to length 1."""
+
     def forward(self, vector: Tensor) -> Tensor:
         # `functional.normalize` also expands the length to the size of the vectors.
         length: Tensor = torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
@@ -150,6 +152,24 @@ class _First(nn.Module):
 
     def forward(self, vector: Tensor) -> Tensor:
         return vector[..., : self.size]
+
+
+class SeveralHeads(nn.Module):
+    """Heads that read the same vectors of tokens.
+
+    Args:
+        of_row: Head of a row.
+        of_tokens: Modules on the vector of each token.
+    """
+
+    def __init__(self, of_row: nn.Module, of_tokens: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.of_row = of_row
+        self.of_tokens = nn.ModuleList(of_tokens)
+
+    def forward(self, hidden: Tensor, rows: RowMembership) -> tuple[Tensor, ...]:
+        """Return FP32 ``[B, K]``, and ``[R, N, K]`` of each module, for FP32 ``[R, N, H]``."""
+        return self.of_row(hidden, rows), *(module(hidden) for module in self.of_tokens)
 
 
 class TokenHead(nn.Module):

@@ -26,6 +26,7 @@ first token (``row``), the mask token, every token, an image, or the inputs of t
 
 Returns = Literal[
     "vector",
+    "several",
     "logits",
     "scores",
     "choices",
@@ -35,8 +36,9 @@ Returns = Literal[
     "spans",
     "arrays",
 ]
-"""Output of the core per row: a vector; logits; scores (activated logits); the best classes with
-scores, best first (``choices``). Per token: a vector; the best class with its score
+"""Output of the core per row: a vector; the results of several heads, each for a row or for each
+token (``several``); logits; scores (activated logits); the best classes with scores, best first
+(``choices``). Per token: a vector; the best class with its score
 (``token_choices``); scores of all classes (``token_scores``); logits of a span's start and end
 (``spans``). For the user's own graph: its outputs (``arrays``).
 """
@@ -63,9 +65,17 @@ class Core:
     activation: Activation | None = None  # Function from logits to scores; None for the model's
 
     @property
-    def per_token(self) -> bool:
-        """Whether the outputs have an entry for each token of a row."""
-        return self.returns in ("token_vectors", "token_choices", "token_scores", "spans")
+    def token_outputs(self) -> tuple[Tensor, ...]:
+        """Outputs that have an entry for each token of a row."""
+        if self.returns == "arrays":
+            return ()
+        return tuple(tensor for tensor in self.outputs if "tokens" in tensor.dims)
+
+    @property
+    def per_token(self) -> tuple[bool, ...]:
+        """Whether each result of the head has an entry for each token; one unless ``several``."""
+        flags = tuple(tensor in self.token_outputs for tensor in self.outputs)
+        return flags if self.returns == "several" else flags[:1]
 
     @property
     def has_task_head(self) -> bool:
@@ -93,7 +103,8 @@ class HeadContext(NamedTuple):
 
 MakeHead = Callable[[HeadContext], "nn.Module"]
 """Function that makes a head: its `forward` takes the vectors of tokens, FP32 ``[R, N, H]``, and
-their `heads.RowMembership`, and returns FP32 ``[B, K]``, or ``[R, N, K]`` for each token."""
+their `heads.RowMembership`, and returns FP32 ``[B, K]``, or ``[R, N, K]`` for each token, or a
+tuple of such results."""
 
 
 def sentence_head(context: HeadContext) -> nn.Module:

@@ -139,7 +139,9 @@ def _find(
             if core.has_task_head:  # compare all token vectors: a pooled result shows less
                 probed = TextCore(text_core.encoder, _TokenVectors())
             difference = _farthest(
-                _in_layout(probed, core.per_token or core.has_task_head, layout, tiled),
+                _in_layout(
+                    probed, (True,) if core.has_task_head else core.per_token, layout, tiled
+                ),
                 batch,
                 samples,
                 starts=starts,
@@ -173,7 +175,7 @@ class _TokenVectors(nn.Module):
 
 
 def _in_layout(
-    text_core: TextCore, per_token: bool, layout: ModuleLayout, tiled: bool
+    text_core: TextCore, per_token: Sequence[bool], layout: ModuleLayout, tiled: bool
 ) -> nn.Module:
     if layout == "gathered":
         return GatheredCore(text_core, per_token=per_token, tiled=tiled)

@@ -5,6 +5,8 @@ B, N, K and R are those of `tasks.heads`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -16,17 +18,22 @@ class Returned(nn.Module):
     """Converts the head's results to the core's outputs."""
 
     def __init__(
-        self, returns: Returns, activation: Activation, *, kept: int, flatten: bool
+        self, returns: Returns, activation: Activation, *, kept: int, flatten: Sequence[bool]
     ) -> None:
+        """Set the form; `flatten` says which results of the head are packed tokens."""
         super().__init__()
         self.returns = returns
         self.activation = activation
         self.kept = kept
         self.flatten = flatten
 
-    def forward(self, result: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the core's outputs for vectors or logits, FP32 ``[B, K]`` or ``[R, N, K]``."""
-        if self.flatten:
+        if isinstance(result, tuple):
+            return tuple(
+                part[0] if flat else part for part, flat in zip(result, self.flatten, strict=True)
+            )
+        if self.flatten[0]:
             result = result[0]
         if self.returns in ("vector", "token_vectors", "logits"):
             return (result,)

@@ -47,6 +47,10 @@ if TYPE_CHECKING:
     from transformers.utils import ModelOutput
 
 
+Result = Tensor | tuple[Tensor, ...]
+"""Result of a head, or the results of several heads."""
+
+
 class CannotPack(Exception):
     """Raised if the model cannot be run on packed tokens; the message gives the reason."""
 
@@ -172,7 +176,7 @@ class TextCore(nn.Module):
         prompt_length: Tensor | None = None,
         attended_length: Tensor | None = None,
         position: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Result:
         """Return the head's result, ``[B, K]`` or ``[B, L, K]``.
 
         `prompt_length` has the number of tokens at each row's beginning that are not pooled,
@@ -181,7 +185,7 @@ class TextCore(nn.Module):
         hidden, rows = self.encoder(input_ids, row_length, first_segment, position, attended_length)
         if prompt_length is not None:
             rows = rows._replace(prompt=prompt_length.long())
-        result: Tensor = self.head(hidden, rows)
+        result: Result = self.head(hidden, rows)
         return result
 
 
@@ -190,12 +194,12 @@ class PackedCore(nn.Module):
 
     Args:
         core: Model and head on padded rows.
-        per_token: Whether the result has an entry for each token.
+        per_token: Whether each result of the head has an entry for each token.
         tiled: Whether attention is computed in tiles of queries; else by the model's own code, on
             padded rows.
     """
 
-    def __init__(self, core: TextCore, *, per_token: bool, tiled: bool) -> None:
+    def __init__(self, core: TextCore, *, per_token: Sequence[bool], tiled: bool) -> None:
         super().__init__()
         self.core = core
         self.per_token = per_token
@@ -213,7 +217,7 @@ class PackedCore(nn.Module):
         first_segment: Tensor | None = None,
         prompt_length: Tensor | None = None,
         attended_length: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Result:
         """Return the head's result, ``[B, K]`` or ``[1, T, K]``.
 
         See `PackedBatch` and `TextCore` for the arguments.
@@ -223,10 +227,24 @@ class PackedCore(nn.Module):
         mode = PackedOperations(batch)
         ids = mode.spread(input_ids.long()[None], 1)
         with mode, self._attention(mode):
-            result: Tensor = self.core(
+            result: Result = self.core(
                 ids, row_length, first_segment, prompt_length, attended_length
             )
-        return mode.gather(result) if self.per_token else mode.values(result)
+        return self._parts(result, mode.gather, mode.values)
+
+    def _parts(
+        self,
+        result: Result,
+        of_tokens: Callable[[Tensor], Tensor],
+        of_rows: Callable[[Tensor], Tensor],
+    ) -> Result:
+        """Return each result of the head in the layout's form."""
+        several = result if isinstance(result, tuple) else (result,)
+        parts = tuple(
+            (of_tokens if own else of_rows)(part)
+            for part, own in zip(several, self.per_token, strict=True)
+        )
+        return parts if isinstance(result, tuple) else parts[0]
 
     def _attention(self, mode: PackedOperations) -> AbstractContextManager[None]:
         return packed_attention(self.core.encoder.encoder, mode) if self.tiled else nullcontext()
@@ -250,7 +268,7 @@ class GatheredCore(PackedCore):
         first_segment: Tensor | None = None,
         prompt_length: Tensor | None = None,
         attended_length: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Result:
         """Return the head's result, ``[B, K]``, or ``[1, S, K]`` with an entry for each id.
 
         Args:
@@ -269,11 +287,12 @@ class GatheredCore(PackedCore):
         mode = PackedOperations(batch)
         others = (first_segment, prompt_length, attended_length)
         with mode, self._attention(mode):
-            result: Tensor = self.core(padded_ids, row_length, *others, positions[None, :])
-        if self.per_token:
-            return place(mode.gather(result)[0], place_of_token, input_ids)[None]
-        rows: Tensor = mode.values(result)
-        return rows
+            result: Result = self.core(padded_ids, row_length, *others, positions[None, :])
+
+        def placed(part: Tensor) -> Tensor:
+            return place(mode.gather(part)[0], place_of_token, input_ids)[None]
+
+        return self._parts(result, placed, mode.values)
 
 
 def hidden_of(output: ModelOutput) -> Tensor:

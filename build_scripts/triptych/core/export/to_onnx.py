@@ -163,7 +163,8 @@ def _graph(
     activation = "softmax" if core.reads == "mask" else core.activation or info.activation
     kept = core.outputs[0].dims[0] if core.returns == "choices" else 0
     packed = layout != "bucketed"
-    returned = Returned(core.returns, activation, kept=int(kept), flatten=packed and core.per_token)
+    flatten = [packed and own for own in core.per_token]
+    returned = Returned(core.returns, activation, kept=int(kept), flatten=flatten)
     if core.reads == "image":
         from triptych.models.image_core import ImageCore
 

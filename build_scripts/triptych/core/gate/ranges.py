@@ -36,7 +36,7 @@ def find_ranges(inputs: PipelineInputs, progress: Progress) -> Ranges | None:
     # Prompted requests are edge cases of the gate, with texts of the traffic.
     chosen = [hash_inputs(request.sent) in texts for request in inputs.requests]
     own, size = plan.parameters.get("dimensions"), plan.info.embedding_size
-    sizes = (size,) if plan.core.per_token else sizes_of(size, own)
+    sizes = (size,) if plan.core.token_outputs else sizes_of(size, own)
     sizes = sizes if sum(chosen) > 1 else ()
     rows = rows_of(inputs.requests)
 

@@ -27,6 +27,7 @@ from triptych.core.requests import GateRequest, Sample, core_feed, hash_rows, ro
 from triptych.models.info import Activation, Loader, ModelInfo
 from triptych.models.roles import ROLES
 from triptych.models.source import CODE as MODEL_CODE
+from triptych.models.token_layers import VECTORS_LAYER, WEIGHTS_LAYER
 from triptych.models.tokenizer import load_tokenizer
 from triptych.runtime.row_metadata import OUTSIDE, unpack_metadata
 from triptych.runtime.row_types import find_class
@@ -87,7 +88,7 @@ def reference_outputs(
     if loader:
         if double or loaded is None:
             loaded = load_as_user(folder, loader)
-        run: Callable[..., list[Expected]] = partial(_sentence_outputs, loaded)
+        run: Callable[..., list[Expected]] = partial(_sentence_outputs, loaded, folder)
     else:
         from triptych.models.loading import load_model
 
@@ -242,10 +243,12 @@ def load_as_user(folder: Path, loader: Loader) -> Any:
 
 
 def _sentence_outputs(
-    model: Any, core: Core, samples: Sequence[Sample], *, double: bool
+    model: Any, folder: Path, core: Core, samples: Sequence[Sample], *, double: bool
 ) -> list[Expected]:
     """Return vectors or scores of sentence-transformers, for rows of tokens."""
     import torch
+
+    from triptych.models.token_layers import load_layer
 
     if any(isinstance(row, TokenRow) and row.prompt for row in samples):
         model.set_pooling_include_prompt(False)
@@ -264,6 +267,16 @@ def _sentence_outputs(
             output = model(features)
             if "scores" in output:  # of a CrossEncoder
                 result = model.activation_fn(output["scores"][0])
+            elif core.returns == "several":  # as FlagEmbedding's BGEM3FlagModel
+                hidden = output["token_embeddings"][0]
+                size = hidden.shape[-1]
+                weigh = load_layer(folder, WEIGHTS_LAYER, size, 1).to(hidden.dtype)
+                project = load_layer(folder, VECTORS_LAYER, size, size).to(hidden.dtype)
+                weights, vectors = weigh(hidden).relu(), project(hidden)
+                vectors = torch.nn.functional.normalize(vectors, dim=-1)
+                results = output["sentence_embedding"][0], weights, vectors
+                expected.append(tuple(each.numpy() for each in results))
+                continue
             elif core.reads == "vectors":
                 result = output["token_embeddings"][0]
             else:

@@ -78,8 +78,10 @@ def by_rows(
         starts, packed = row_starts(rows, inputs), ROW_OFFSET in inputs
         return [
             {
-                name: _cut(values, index, starts[index], row, core, packed=packed)
-                for name, values in zip(names, results, strict=True)
+                tensor.name: _cut(values, index, starts[index], row, packed=packed)
+                if tensor in core.token_outputs
+                else values[index]
+                for tensor, values in zip(core.outputs, results, strict=True)
             }
             for index, row in enumerate(rows)
         ]
@@ -134,11 +136,9 @@ def _run_openvino(path: Path, core: Core, precision: str) -> RunFeed:
     return run
 
 
-def _cut(
-    values: Array, index: int, start: int, row: TokenRow, core: Core, *, packed: bool
-) -> Array:
+def _cut(values: Array, index: int, start: int, row: TokenRow, *, packed: bool) -> Array:
     places = slice(start, start + len(row.ids)) if packed else (index, slice(len(row.ids)))
-    result: Array = values[places] if core.per_token else values[index]
+    result: Array = values[places]
     return result
 
 

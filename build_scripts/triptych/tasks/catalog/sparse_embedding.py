@@ -139,7 +139,7 @@ def _with_ties(row: Floats, other: Floats) -> Floats:
 
     A row ends after `max_active_dims` terms, and rounding chooses among terms of equal weight.
     """
-    if np.count_nonzero(row) != np.count_nonzero(other) or not finite(row) or not row.any():
+    if np.count_nonzero(row) != np.count_nonzero(other) or not finite(row) or not (row > 0).any():
         return row
     limit = max(row[row > 0].min(), other[other > 0].min()) + TIE
     differs = (row > 0) != (other > 0)
