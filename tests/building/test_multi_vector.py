@@ -29,6 +29,7 @@ from tests.support.served_models import (
     write_chosen,
 )
 from triptych.base.errors import UserError
+from triptych.base.max_similarity import WITHOUT_VECTORS
 from triptych.client import AsyncClient, Client, InvalidRequestError, maxsim
 from triptych.core.inputs import read_inputs
 from triptych.models.older import in_current_form
@@ -266,7 +267,7 @@ def test_scores_are_those_of_the_library(server: Server, models: dict[str, Path]
     assert np.abs(maxsim(queries, passages) - wanted).max() < 1e-4
     assert maxsim(queries, []).shape == (len(TEXTS), 0)
     nothing = [*passages[:1], passages[0][:0]]
-    assert maxsim(queries[:1], nothing)[0, 1] == 0
+    assert maxsim(queries[:1], nothing)[0, 1] == WITHOUT_VECTORS
     with Client(RERANKER, url=server.grpc_url) as client:
         for place in (0, len(TEXTS) - 1):
             ranked = client.rerank(TEXTS[place], TEXTS)

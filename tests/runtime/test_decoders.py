@@ -23,8 +23,10 @@ from triptych.models.info import ModelInfo
 from triptych.runtime.decode_classes import ClassDecoder
 from triptych.runtime.decode_embeddings import RANGES_FILE, EmbeddingDecoder
 from triptych.runtime.decode_masks import MaskDecoder
+from triptych.runtime.decode_max_similarity import MaxSimilarityDecoder
 from triptych.runtime.decode_zero_shot import ZeroShotDecoder
 from triptych.runtime.request_errors import RequestError
+from triptych.runtime.row_metadata import OUTSIDE, WORD_START, RowMetadata
 from triptych.spec.spec import load_spec
 from triptych.tasks.catalog import TASKS
 
@@ -294,3 +296,22 @@ def test_of_equal_classes_the_reference_takes_the_artifacts() -> None:
         assert row["class_score"].tolist() == SCORES[wanted].tolist()
     label, score = np.array([[b"late", b"lost\x1b"]], object), np.array([[0.75, 0.25]])
     assert describe_outputs({"label": label, "score": score}) == "late 0.7500, lost\\x1b 0.2500"
+
+
+@pytest.mark.filterwarnings("ignore:Encountered documents without any scoreable token")
+def test_a_passage_without_vectors_scores_below_all_others(tmp_path: Path) -> None:
+    import torch
+    from sentence_transformers.util.similarity import maxsim
+
+    vectors = np.array([[[1, 0], [0, 1]], [[-1, 0], [0, -1]], [[1, 1], [1, 1]]], np.float32)
+    marks = ((-1, WORD_START), (0, WORD_START), (0, OUTSIDE))
+    metadata = [
+        RowMetadata(row, "", np.zeros((2, 2), np.int32), np.full(2, kind, np.uint8))
+        for row, kind in marks
+    ]
+    found = MaxSimilarityDecoder({}, tmp_path).decode({"token_embedding": vectors}, metadata, {})[
+        "score"
+    ]
+    query, passage, _ = torch.from_numpy(vectors)
+    wanted = maxsim([query], [passage, torch.empty(0, 2)])[0].numpy()
+    assert found[:, 0].tolist() == wanted.tolist()

@@ -325,7 +325,7 @@ def maxsim(queries: Sequence[Vectors], documents: Sequence[Vectors]) -> NDArray[
         documents: Vectors of each document.
 
     Returns:
-        float32 ``[queries, documents]``; 0 for a document without vectors.
+        float32 ``[queries, documents]``; -1e9 for a document without vectors.
     """
     singles = [[each.astype(np.float32, copy=False) for each in s] for s in (queries, documents)]
     scores: NDArray[np.float32] = max_similarity(*singles)

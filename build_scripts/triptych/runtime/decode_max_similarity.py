@@ -9,6 +9,9 @@ import numpy as np
 from .row_metadata import OUTSIDE
 from .row_types import Arrays, Metadata, Parameters
 
+WITHOUT_VECTORS = -1e9
+"""As in sentence-transformers, and a number that JSON has."""
+
 
 class MaxSimilarityDecoder:
     """``token_embedding`` FP32 ``[n, T, dim]`` to ``score`` FP32 ``[passages, 1]``."""
@@ -20,7 +23,8 @@ class MaxSimilarityDecoder:
         """Return for each passage the sum of the largest dot products of its query's vectors.
 
         `row_metadata` has the row of a passage's query, and a negative number for a query. With
-        `mean_scores` the sum is divided by the number of the query's vectors.
+        `mean_scores` the sum is divided by the number of the query's vectors. A passage without
+        vectors scores `WITHOUT_VECTORS`, which is below all others.
         """
         rows = outputs["token_embedding"]
         vectors = [
@@ -31,6 +35,10 @@ class MaxSimilarityDecoder:
         for passage, each in zip(vectors, metadata, strict=True):
             if each.row < 0:
                 continue
-            best = (vectors[each.row] @ passage.T).max(axis=1, initial=-np.inf)
+            query = vectors[each.row]
+            if not len(passage) or not len(query):
+                scores.append(WITHOUT_VECTORS if len(query) else 0.0)
+                continue
+            best = (query @ passage.T).max(axis=1)
             scores.append(best.mean() if self._means else best.sum())
         return {"score": np.array(scores, np.float32).reshape(-1, 1)}

@@ -115,8 +115,7 @@ def _vectors(outputs: Outputs) -> Floats:
 def _scores(texts: Sequence[Floats]) -> Floats:
     """Return the MaxSim score of each text as a query with each other one, ``[n, n]``.
 
-    It is divided by the number of the query's vectors. A text itself, and a text without vectors,
-    has the score 0.
+    It is divided by the number of the query's vectors. A text itself has the score 0.
     """
     with np.errstate(invalid="ignore"):
         sums = max_similarity(texts, texts)
