@@ -1,5 +1,6 @@
 """Tuning's sequence of trials, on made-up scores: what is found, and when it ends."""
 
+import contextlib
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,15 +10,18 @@ from typing import Any
 import pytest
 
 from tests.support.mistakes import check_refused
+from tests.support.project import quiet, write_pipeline
 from tests.support.tune_cases import Surface, evidence, measurement
 from triptych.base.errors import UserError
 from triptych.operate.tune import trial_servers, tune
+from triptych.operate.tune.fields import FIELDS
 from triptych.operate.tune.kinds import Setting
 from triptych.operate.tune.objective import GoodputObjective, LoadFailed, ScoredRound
 from triptych.operate.tune.search import Search, TrialCache
 from triptych.serving.bench.results import Measurement, Streamed, Times
 from triptych.spec.slo import GenerationSlo
-from triptych.spec.spec import PipelineSpec
+from triptych.spec.spec import PipelineSpec, load_spec
+from triptych.spec.tuned import TUNABLE, read_tuned
 
 PROMISE = GenerationSlo(e2e_p99="1s")
 DELAY = "serving.queue.max_delay_us"
@@ -159,6 +163,40 @@ def test_what_time_leaves_open_is_proven_at_the_end_or_not_at_all(cache: TrialCa
     assert dict(search.best.overrides) == {DELAY: 1000}
     worse = slow(lambda overrides: 97.0 if overrides else 100.0)
     assert searched(worse, cache, end=80).best == Setting()
+
+
+def test_an_interrupted_run_writes_what_its_trials_have_proven(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIPTYCH_CACHE", str(tmp_path / "cache"))
+    folder = write_pipeline(tmp_path / "texts")
+    pipeline: Any = SimpleNamespace(
+        folder=folder,
+        objective=SimpleNamespace(says="throughput", unit="requests/s"),
+        start=lambda *_: Setting(),
+        fields=FIELDS,
+        tunable=TUNABLE,
+        searches_rates=False,
+    )
+
+    def interrupted_after(rounds: int) -> dict[str, Any] | None:
+        def rate(overrides: Mapping[str, Any]) -> float:
+            if slow.rounds > rounds:
+                raise KeyboardInterrupt
+            return good(overrides)
+
+        slow: Any = surface(rate)
+        slow.best, slow.put = None, lambda *_: None
+        monkeypatch.setattr(tune, "trial_servers", lambda *_: contextlib.nullcontext(slow))
+        with pytest.raises(KeyboardInterrupt):
+            tune._tune(pipeline, tmp_path, tune.Tuning(), quiet)
+        found = read_tuned(folder)
+        return None if found is None else {**found.overrides}
+
+    assert interrupted_after(2) is None  # before the first verdict
+    assert interrupted_after(3) == {DELAY: 1000}
+    assert load_spec(folder).tuned == {DELAY: 1000}
+    assert interrupted_after(0) == {DELAY: 1000}  # what is known already stays
 
 
 class FakeSlot:

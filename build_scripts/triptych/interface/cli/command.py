@@ -30,7 +30,7 @@ KEPT = {
     "build": ": finished stages are cached, and the repository is as it was. "
     "Run the same command to continue.",
     "bench": ": no result was written.",
-    "tune": ": finished trials are kept, and tuned.yaml is as it was. "
+    "tune": ": finished trials are kept; of tuned.yaml, only what a line above says has changed. "
     "Run the same command to continue.",
     "shadow": ": no result was written.",
     "monitor": ": the rows of earlier runs are kept, those of this run are compared by the next.",

@@ -301,7 +301,7 @@ def tune(
     check_writable(reports / name / "tune", "--reports")
     try:
         label = f"tuning {name}, about {tuning.budget_s / 60:.3g} min after the first build"
-        progress("tune", f"{label} (--time-budget); an interrupted run keeps its trials")
+        progress("tune", f"{label} (--time-budget); Ctrl-C keeps what is proven by then")
         with sigterm_as_interrupt(), show_progress("tune", label):
             result = tune_pipeline(folder, folders.repository, tuning, progress)
     except (GateFailure, LintFailure) as failure:

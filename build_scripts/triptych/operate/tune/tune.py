@@ -73,7 +73,8 @@ def tune_pipeline(folder: Path, repository: Path, tuning: Tuning, progress: Prog
     """Find the best settings for an SLO, and write them to ``tuned.yaml`` beside the spec.
 
     The repository is not changed: trials are built in a temporary folder, and `build` uses the
-    result. An interrupted run changes nothing; the next run continues it.
+    result. An interrupted run writes the settings that its trials have proven; the next run
+    continues it.
 
     Args:
         folder: Folder of the pipeline.
@@ -120,10 +121,15 @@ def _tune(
             unit=objective.unit,
             progress=progress,
         )
-        search.run(start, None if old is None else Setting({**start.overrides, **old.overrides}))
+        known = None if old is None else Setting({**start.overrides, **old.overrides})
         final = _Final(servers, pipeline, tuning, began + tuning.budget_s, progress)
         try:
+            search.run(start, known)
             before, after, doubt = final.compare(search.best, start)
+        except KeyboardInterrupt:
+            if search.best != known:
+                _write_proven(folder, search, tuning, objective.says, progress)
+            raise
         except LoadFailed as error:
             raise UserError(
                 "tune",
@@ -347,6 +353,32 @@ def _write(folder: Path, result: TuneResult, progress: Progress) -> None:
     )
     changes = ", ".join(f"{key}={value}" for key, value in result.winner.overrides.items())
     progress("tuned", f"{path}: {changes}")
+
+
+def _write_proven(
+    folder: Path, search: Search[Planned], tuning: Tuning, objective: str, progress: Progress
+) -> None:
+    """Write the ``tuned.yaml`` of a search that ends before the final comparison.
+
+    Without a trial that is proven better, the file stays as it is.
+    """
+    proven = next((one for one in reversed(search.trials) if one.verdict == "better"), None)
+    if proven is None:
+        return
+    provenance = {
+        "slo": str(tuning.slo),
+        "objective": objective,
+        "machine": describe_machine(),
+        "spec_sha256": sha256_of(folder / SPEC_FILE),
+        "trials": len(search.trials),
+        "stopped": "interrupted before the final comparison with the defaults",
+        "costs": measured_costs(proven.points),
+        "before": {"score_per_s": round(proven.against or 0.0, 2)},
+        "after": {"score_per_s": round(proven.score or 0.0, 2)},
+    }
+    path = write_tuned(folder, Tuned(search.best.overrides, provenance), spec_file=SPEC_FILE)
+    changes = ", ".join(f"{key}={value}" for key, value in search.best.overrides.items())
+    progress("tuned", f"{path}: {changes}: proven by the trials so far")
 
 
 def _provenance(folder: Path, result: TuneResult) -> dict[str, object]:
