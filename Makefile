@@ -48,7 +48,7 @@ $(GENERATION)/.installed: $(INSTALLED) build_scripts/generation.txt
 	$(BIN)/python -m venv --without-pip $(GENERATION)
 	@$(BIN)/python -c "import numpy, pathlib; print(pathlib.Path(numpy.__file__).parents[1])" \
 	  > $(GENERATION)/lib/python3.11/site-packages/main.pth
-	@echo "installing vLLM into $(GENERATION) (minutes) ..."
+	@echo "installing vLLM into $(GENERATION): 400 MB to fetch, 1.1 GB on disk, in 1 to 3 minutes ..."
 	$(GENERATION)/bin/python -m pip install --quiet --no-compile --no-deps --ignore-installed \
 	  --requirement build_scripts/generation.txt
 	@touch $@

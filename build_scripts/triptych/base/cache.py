@@ -24,6 +24,8 @@ CACHE_VARIABLE = "TRIPTYCH_CACHE"
 PACKAGE = Path(__file__).parents[1]
 HASHES_FILE = "sha256.json"
 PARTIAL = ".partial-"
+MINUTES_ONCE = "minutes on a slow machine, once ..."
+"""Text that ends the first line of a stage that may take more than a minute."""
 
 
 def cache_root() -> Path:

@@ -20,7 +20,7 @@ from typing import NamedTuple, cast
 import numpy as np
 from tokenizers import Tokenizer
 
-from triptych.base.cache import PACKAGE, cached_stage, code_hash
+from triptych.base.cache import MINUTES_ONCE, PACKAGE, cached_stage, code_hash
 from triptych.base.errors import Progress, UserError
 from triptych.base.files import scratch_folder
 from triptych.building.generation.inputs import (
@@ -450,7 +450,8 @@ def measure(
     }
 
     def work(target: Path) -> None:
-        progress("gate", f"{len(prompts)} prompts through {inputs.spec.core.backend} ...")
+        told = f"{len(prompts)} prompts through {inputs.spec.core.backend}"
+        progress("gate", f"{told}: {MINUTES_ONCE}")
         if python is None:
             result = asyncio.run(run_engine({**order, "weights": str(weights)}))
             (target / _RESULT).write_text(json.dumps(result), encoding="utf-8")

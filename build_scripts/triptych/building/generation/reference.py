@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
-from triptych.base.cache import cached_stage, code_hash, versions_of
+from triptych.base.cache import MINUTES_ONCE, cached_stage, code_hash, versions_of
 from triptych.base.errors import Progress, UserError
 from triptych.building.generation.adapters import Adapter, merge
 from triptych.building.generation.inputs import GeneratingInputs, GenerationInputs, Prompt
@@ -128,7 +128,8 @@ def _of_one_model(
 
     def work(target: Path) -> None:
         merged = "" if adapter is None else f", adapter {adapter.name} merged"
-        progress("gate", f"{len(prompts)} prompts through transformers in fp32{merged} ...")
+        told = f"{len(prompts)} prompts through transformers in fp32{merged}"
+        progress("gate", f"{told}: {MINUTES_ONCE}")
         found = _answers(inputs, adapter, prompts, tokens)
         (target / _RESULT).write_text(json.dumps([asdict(one) for one in found]), encoding="utf-8")
 

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from triptych.base.arrays import Array
-from triptych.base.cache import cached_stage, code_hash, key_of, sha256_of, versions_of
+from triptych.base.cache import (
+    MINUTES_ONCE,
+    cached_stage,
+    code_hash,
+    key_of,
+    sha256_of,
+    versions_of,
+)
 from triptych.base.errors import Progress, UserError
 from triptych.base.onnx_edges import read_labels, to_served
 from triptych.base.onnx_graph import (
@@ -309,7 +316,7 @@ def find_own_graph(spec: ModelSpec, sha256: str, example: Arrays, progress: Prog
     def work(target: Path) -> None:
         from triptych.core.export.own_module import export_module
 
-        progress("export", f"{spec.model.source} to ONNX ...")
+        progress("export", f"{spec.model.source} to ONNX; with the gate {MINUTES_ONCE}")
         export_module(spec, example, target)
 
     return cached_stage("own_module", stage, work, progress).folder / MODEL_FILE

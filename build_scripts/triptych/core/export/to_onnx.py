@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from triptych.base.cache import cached_stage, code_hash, key_of, versions_of
+from triptych.base.cache import MINUTES_ONCE, cached_stage, code_hash, key_of, versions_of
 from triptych.base.errors import Progress, UserError
 from triptych.base.onnx_graph import MODEL_FILE, hashes_of_graph, save_onnx
 from triptych.base.tensors import ROW_OFFSET, ROW_SPAN, Tensor, made_by_server
@@ -329,7 +329,8 @@ def export_model(
     def work(target: Path) -> None:
         from triptych.core.export.packing import CannotPack
 
-        progress("export", f"{plan.info.architecture} to ONNX, {plan.layout} ...")
+        told = f"{plan.info.architecture} to ONNX, {plan.layout}"
+        progress("export", f"{told}; with the gate {MINUTES_ONCE}")
         write = partial(
             export_onnx,
             model_folder,

@@ -217,6 +217,8 @@ def bench(
         export=load.export_perf,
     )
     check_writable(reports / name / "bench", "--reports")
+    told = f"{len(loads) * load.rounds} measurements of {load.window_seconds:g} s or more"
+    progress("bench", f"{told}, at most about {wanted.budget_s / 60:.3g} min (--time-budget)")
     with sigterm_as_interrupt(), show_progress("bench", f"measuring {name}"):
         options = BenchOptions(
             repository=folders.repository,

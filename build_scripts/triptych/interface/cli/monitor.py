@@ -287,6 +287,8 @@ def shadow(
         rounds=replay.max_rounds,
         seconds=replay.window_seconds,
     )
+    minutes = 2 * replay.max_rounds * replay.window_seconds / 60
+    progress("shadow", f"about {minutes:.2g} min of measurements at most (--max-rounds)")
     with sigterm_as_interrupt(), _candidate(name, folders.repository, candidate) as other:
         found = compare_candidate(inputs, folders.repository, other, sample, options, progress)
     write_report(lambda target: write_shadow_report(found, target), reports / name / "shadow")
