@@ -48,7 +48,8 @@ def test_fields_are_those_of_the_inputs_and_of_the_rules() -> None:
     assert kinds["image-classification"] == ["Image"]
     assert kinds["reranking"] == kinds["question-answering"] == ["Textbox", "Textbox"]
     file = Tensor("sound", "BYTES", (1,), content="bytes")
-    assert fields(file, Tensor("age", "INT64", (1,))) == ["File", "Textbox"]
+    assert fields(file, Tensor("age", "INT64", (1,))) == ["File", "Number"]
+    assert fields(Tensor("age", "INT64", (1,), optional=True)) == ["Textbox"]
     assert fields(file, view="boxes") == ["Image"]
 
     rules: dict[str, dict[str, Any]] = {
@@ -63,7 +64,9 @@ def test_fields_are_those_of_the_inputs_and_of_the_rules() -> None:
     assert (made[0].info, made[1].info) == ("from 1 to 3", None)
     default = demo_page._parameter("multi_label", rules["multi_label"], False)
     assert default.choices[0] == ("false (default of the pipeline)", "")
-    assert demo_page._parameter("top_k", rules["top_k"], 2).placeholder == "2"
+    number = demo_page._parameter("top_k", rules["top_k"], 2)  # it cannot be empty
+    assert (kind(number), number.value, number.info) == ("Number", 2, "from 1 to 3")
+    assert demo_page._parameter_example(rules["top_k"], 2, None) == 2
     # A number that is none goes as it is: the pipeline says what is wrong with it.
     sent = demo_page._read_parameters(rules, ["two", "0.5", "a, b", "false", ""])
     assert sent == {"top_k": "two", "share": 0.5, "candidate_labels": "a, b", "multi_label": False}
@@ -74,6 +77,7 @@ def test_fields_are_those_of_the_inputs_and_of_the_rules() -> None:
     }
     assert demo_page._typed_input(Tensor("box", "INT64", (4,)), "[1, 2, 3, 4]") == [1, 2, 3, 4]
     assert demo_page._typed_input(Tensor("age", "INT64", (1,)), "9007199254740993") == 2**53 + 1
+    assert demo_page._typed_input(Tensor("age", "INT64", (1,)), 0) == 0
 
 
 def test_answers_are_shown_as_their_tasks_have_them() -> None:

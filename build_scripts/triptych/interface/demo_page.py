@@ -40,6 +40,9 @@ _UPLOADS = "GRADIO_TEMP_DIR"
 _MAX_ANSWERS = 16
 """Maximum number of answers that a page generates at a time."""
 
+_MAX_EXACT = 2**53 - 1
+"""Largest integer that a browser does not round."""
+
 _COUNTED_WITHIN_S = 0.5
 """Maximum delay until Triton's statistics include an answered request, in seconds."""
 
@@ -207,7 +210,7 @@ def _row_page(
         row = {
             tensor.name: _typed_input(tensor, fields_given[tensor.name])
             for tensor in task.inputs
-            if fields_given[tensor.name] or not tensor.optional
+            if fields_given[tensor.name] not in (None, "") or not tensor.optional
         }
         rows = [row]
         if compares and (second := given[len(names)]):
@@ -239,7 +242,14 @@ def _row_page(
             [
                 *(_example(pipeline, tensor, row) for tensor in task.inputs),
                 *([""] if compares else []),
-                *(_text(row.get("parameters", {}).get(n, asked.get(n))) for n in rules),
+                *(
+                    _parameter_example(
+                        rules[name],
+                        pipeline.defaults.get(name),
+                        row.get("parameters", {}).get(name, asked.get(name)),
+                    )
+                    for name in rules
+                ),
             ]
             for row in pipeline.rows
         ]
@@ -390,6 +400,8 @@ def _field(tensor: Tensor, view: ViewKind) -> gr.components.Component:
         return image
     if tensor.content == "bytes":
         return gr.File(label=tensor.name)
+    if _is_integer(tensor):
+        return gr.Number(label=tensor.name, precision=0, minimum=-_MAX_EXACT, maximum=_MAX_EXACT)
     is_number = tensor.dims == (1,) and tensor.dtype not in ("BYTES", "BOOL")
     return gr.Textbox(label=tensor.name, lines=1 if is_number else 3)
 
@@ -404,18 +416,29 @@ def _parameter(
         empty = (f"{hint or 'none'} (default of the pipeline)", "")
         named = [(choice, choice) for choice in choices]
         return gr.Dropdown([empty, *named], value=_text(value), label=name)
-    # A number is text: `gr.Number` rounds large ones, and makes 0 of an empty one in examples.
     bounds = [
         f"{word} {rule[end]:g}" for word, end in (("from", "min"), ("to", "max")) if end in rule
     ]
-    return gr.Textbox(_text(value), label=name, placeholder=hint, info=" ".join(bounds) or None)
+    info = " ".join(bounds) or None
+    if _has_number(rule, default):
+        return gr.Number(default if value is None else value, label=name, precision=0, info=info)
+    return gr.Textbox(_text(value), label=name, placeholder=hint, info=info)
 
 
-def _read_parameters(rules: Rules, given: Sequence[str | None]) -> dict[str, Any]:
+def _has_number(rule: Mapping[str, Any], default: object) -> bool:
+    """Return whether a parameter has a field of a number, which is 0 if it is empty."""
+    return rule["type"] == "int" and isinstance(default, int)
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    return tensor.dims == (1,) and "INT" in tensor.dtype and not tensor.optional
+
+
+def _read_parameters(rules: Rules, given: Sequence[str | int | None]) -> dict[str, Any]:
     """Return parameters that are not empty; a wrong number stays text for the pipeline's error."""
     sent: dict[str, Any] = {}
     for (name, rule), text in zip(rules.items(), given, strict=True):
-        if text:
+        if text not in (None, ""):
             sent[name] = text == "true" if rule["type"] == "bool" else text
             with suppress(ValueError):
                 if rule["type"] in ("int", "float"):
@@ -423,8 +446,10 @@ def _read_parameters(rules: Rules, given: Sequence[str | None]) -> dict[str, Any
     return sent
 
 
-def _typed_input(tensor: Tensor, given: str | None) -> Any:
+def _typed_input(tensor: Tensor, given: str | int | None) -> Any:
     """Return the value of an input; a wrong number stays text, because the error explains it."""
+    if isinstance(given, int):
+        return given
     if tensor.content in ("image", "bytes"):
         if given and not Path(given).resolve().is_relative_to(os.environ[_UPLOADS]):
             raise gr.Error(f"`{tensor.name}` must be a file that was sent to the page")
@@ -441,12 +466,19 @@ def _text(value: object) -> str:
     return "" if value is None else json.dumps(value)
 
 
-def _example(pipeline: PagePipeline, tensor: Tensor, row: Row) -> str | None:
+def _parameter_example(rule: Mapping[str, Any], default: object, value: object) -> object:
+    """Return the value of a parameter in an example, as its component takes it."""
+    if _has_number(rule, default):
+        return default if value is None else value
+    return _text(value)
+
+
+def _example(pipeline: PagePipeline, tensor: Tensor, row: Row) -> object:
     """Return the value of an input in a row of the traffic, as its component takes it."""
     value = row.get(tensor.name)
     if tensor.content in ("image", "bytes"):
         return None if value is None else str(pipeline.folder / value)
-    return _text(value)
+    return value if _is_integer(tensor) else _text(value)
 
 
 def _prompt(row: Row) -> str:
