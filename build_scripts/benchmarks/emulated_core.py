@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,10 @@ from tritonclient.grpc import model_config_pb2
 
 _FILES = Path(__file__).parent / "emulated"
 _BACKEND = "emulated"
+_TOKENS, _PIXELS = "input_ids", "pixels"
 ECHO = "echo"
+VIT_TOKENS = 197
+"""Tokens of an image in a ViT with patches of 16 pixels; its base size has BERT-base's layers."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def write_core(config_file: Path, folder: Path, time: CoreTime) -> None:
     config.instance_group.add(kind="KIND_CPU", count=1)
     (folder / "1").mkdir(parents=True, exist_ok=True)
     (folder / "config.pbtxt").write_text(text_format.MessageToString(config), encoding="utf-8")
-    _compile(folder / f"libtriton_{_BACKEND}.so", config.output, time)
+    _compile(folder / f"libtriton_{_BACKEND}.so", config, time)
 
 
 def read_config(file: Path) -> Any:
@@ -108,16 +110,19 @@ def read_config(file: Path) -> Any:
     return text_format.Parse(file.read_text(encoding="utf-8"), model_config_pb2.ModelConfig())
 
 
-def _compile(library: Path, outputs: Sequence[Any], time: CoreTime) -> None:
+def _compile(library: Path, config: Any, time: CoreTime) -> None:
     types = {
         output.name: model_config_pb2.DataType.Name(output.data_type).removeprefix("TYPE_")
-        for output in outputs
+        for output in config.output
     }
     tensors = ",".join(
         f'{{"{output.name}",{types[output.name]},{{{",".join(map(str, output.dims))}}}}}'
-        for output in outputs
+        for output in config.output
     )
+    has_pixels = any(tensor.name == _PIXELS for tensor in config.input)
     values: dict[str, object] = {
+        "INPUT": f'"{_PIXELS if has_pixels else _TOKENS}"',
+        "ROW_TOKENS": VIT_TOKENS if has_pixels else 0,
         "BATCH_NS": round(1e3 * time.batch_us),
         "ROW_NS": 1e3 * time.row_us,
         "TOKEN_NS": 1e3 * time.token_us,

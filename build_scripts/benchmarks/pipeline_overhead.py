@@ -6,23 +6,28 @@ The core is emulated: it waits as long as a core on a GPU computes. All servers 
 beginning, and each load goes to one server after the other, in rounds.
 
 Usage: ``python build_scripts/benchmarks/pipeline_overhead.py [--full] [--beside OTHER/packed]``;
-every task with ``--tasks``, instances of preprocess with ``--preprocess 1 2``.
+every task with ``--tasks``, images with ``--tasks image-classification``; instances of preprocess
+with ``--preprocess 1 2``.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import multiprocessing
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import mean
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from benchmarks import emulated_core, step_bytes, tutorial
 from benchmarks.cost import CLIENT, TOTAL, measure_cost
@@ -38,7 +43,13 @@ from benchmarks.harness import (
 )  # fmt: skip
 from benchmarks.model import CACHE, MAX_LENGTH, PIPELINE, build, model_folder, traffic_texts
 from benchmarks.servers import Ensemble
-from benchmarks.test_models import TEST_MODELS, make_requests, write_model, write_pipeline
+from benchmarks.test_models import (
+    TEST_MODELS,
+    make_images,
+    make_requests,
+    write_model,
+    write_pipeline,
+)
 from triptych.building.pipeline import open_pipeline
 from triptych.building.stages import BuildOptions
 from triptych.serving.bench.perf_analyzer import Request
@@ -48,13 +59,16 @@ _NAME = PIPELINE.name
 TASKS = {
     model.task: replace(model, config={**model.config, "num_hidden_layers": 1})
     for model in TEST_MODELS
-    if model.architecture == "Bert"
+    if model.architecture in ("Bert", "ViT")
 }
-"""Models with one layer for the tasks on texts, since their core is replaced."""
+"""Models with one layer, since their core is replaced."""
+IMAGES = "image-classification"
+Call = Callable[[Sequence[Any]], object]
+"""What a loop calls with some rows."""
 
 
 class Load(NamedTuple):
-    """Core of the server, texts in a request, and clients with one request in flight each."""
+    """Core of the server, rows in a request, and clients with one request in flight each."""
 
     core: str
     texts: int
@@ -117,16 +131,20 @@ def main() -> int:
             )
             for one in systems[options.cores[0]]
         }
-        groups = [[_tokenizer_turn(texts, count, options.seconds)] for count in options.texts]
+        groups = []
+        for name, loop, items in _loops(sources, texts):
+            turn = partial(_loop_turn, name, loop, items, seconds=options.seconds)
+            groups += [[turn(count)] for count in options.texts]
+        alone = len(groups)
         groups += [
             [system.make_turn(load, options.seconds) for system in systems[load.core]]
             for load in loads
         ]
         found = run_rounds(groups, options.rounds, max_minutes=options.max_minutes)
-    limits, costs = found[: len(options.texts)], found[len(options.texts) :]
+    limits, costs = found[:alone], found[alone:]
     notes = [
-        f"tokenizer alone, {one.load}: {one.text('rate_per_s')} texts/s, "
-        f"{one.text(TOTAL, 3)} core-ms for each text"
+        f"{one.system}, {one.load}: {one.text('rate_per_s')} rows/s, "
+        f"{one.text(TOTAL, 3)} core-ms for each row"
         for one in limits
     ]
     tables = [
@@ -136,12 +154,12 @@ def main() -> int:
             {
                 "system": lambda one: one.system,
                 "core, load": lambda one: one.load,
-                "texts/s": lambda one: one.text("rate_per_s"),
-                "core-ms per text": lambda one: one.text(TOTAL, 3),
+                "rows/s": lambda one: one.text("rate_per_s"),
+                "core-ms per row": lambda one: one.text(TOTAL, 3),
                 "server": lambda one: one.text(f"{TOTAL} server", 3),
                 "steps": _format_steps,
                 "client": lambda one: one.text(CLIENT, 3),
-                "switches per text": lambda one: one.text("switches", 2),
+                "switches per row": lambda one: one.text("switches", 2),
                 "p50 minus core, ms": lambda one: _subtract_core(one, "p50_ms"),
                 "p99 minus core, ms": lambda one: _subtract_core(one, "p99_ms"),
                 "rows per batch": lambda one: one.text("batch_rows", 1),
@@ -159,7 +177,7 @@ def _parse() -> argparse.Namespace:
     cores, add = [*emulated_core.CORES], parser.add_argument
     add("--full", action="store_true", help="every core, 1 to 256 clients")
     add("--cores", nargs="+", choices=cores, default=cores[:2])
-    add("--texts", nargs="+", type=int, default=[1, 16], help="texts in a request")
+    add("--texts", nargs="+", type=int, default=[1, 16], help="texts or images in a request")
     add("--joined", type=int, default=1, help="texts to join to one text")
     add("--clients", nargs="+", type=int, default=[1, 32])
     add("--tasks", nargs="*", choices=[*TASKS], help="tasks to measure in place of the layouts")
@@ -171,34 +189,64 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _tokenizer_turn(texts: Sequence[str], count: int, seconds: float) -> Turn:
-    """Return the turn of the tokenizer in a loop on every core, the upper bound of any server."""
+def _loops(
+    sources: Mapping[str, Source], texts: Sequence[str]
+) -> Iterator[tuple[str, Callable[[], Call], Sequence[Any]]]:
+    """Yield name, maker and rows of each loop that bounds what the preprocess steps can reach."""
+    if set(sources) - {IMAGES}:
+        yield "tokenizer alone", _open_tokenizer, texts
+    if IMAGES in sources:
+        images = [row["image"] for row in sources[IMAGES].requests if not isinstance(row, str)]
+        yield "Pillow alone", _open_decoder, images
+
+
+def _loop_turn(
+    name: str, make: Callable[[], Call], rows: Sequence[Any], count: int, *, seconds: float
+) -> Turn:
+    """Return the turn of a call in a loop on every core, the upper bound of any server."""
 
     def measure() -> list[tuple[str, dict[str, float]]]:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         cores = len(os.sched_getaffinity(0))
         with ProcessPoolExecutor(cores, multiprocessing.get_context("spawn")) as pool:
-            loops = [pool.submit(_tokenize, texts, count, seconds) for _ in range(cores)]
+            loops = [pool.submit(_repeat, make, rows, count, seconds) for _ in range(cores)]
             rates, costs = zip(*(loop.result() for loop in loops), strict=True)
         return [(f"{count} a call", {"rate_per_s": sum(rates), TOTAL: mean(costs)})]
 
-    return Turn("tokenizer alone", measure)
+    return Turn(name, measure)
 
 
-def _tokenize(texts: Sequence[str], texts_per_call: int, seconds: float) -> tuple[float, float]:
-    """Return the texts/s of one process and its milliseconds of processor time for each text."""
+def _repeat(
+    make: Callable[[], Call], rows: Sequence[Any], rows_per_call: int, seconds: float
+) -> tuple[float, float]:
+    """Return the rows/s of one process and its milliseconds of processor time for each row."""
+    call, endless, done = make(), cycle(rows), 0
+    began, used = time.perf_counter(), time.process_time()
+    while time.perf_counter() - began < seconds:
+        call(list(islice(endless, rows_per_call)))
+        done += rows_per_call
+    rate = done / (time.perf_counter() - began)
+    return rate, 1e3 * (time.process_time() - used) / done
+
+
+def _open_tokenizer() -> Call:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(model_folder() / "tokenizer.json"))
     tokenizer.enable_truncation(MAX_LENGTH)
     tokenizer.no_padding()
-    endless, done = cycle(texts), 0
-    began, used = time.perf_counter(), time.process_time()
-    while time.perf_counter() - began < seconds:
-        tokenizer.encode_batch_fast(list(islice(endless, texts_per_call)))
-        done += texts_per_call
-    rate = done / (time.perf_counter() - began)
-    return rate, 1e3 * (time.process_time() - used) / done
+    return tokenizer.encode_batch_fast
+
+
+def _open_decoder() -> Call:
+    from PIL import Image
+
+    def decode(files: Sequence[bytes]) -> None:
+        for data in files:
+            with Image.open(io.BytesIO(data)) as image:
+                np.asarray(image.resize((224, 224), Image.Resampling.BILINEAR))
+
+    return decode
 
 
 def _build_sources(texts: list[str], options: argparse.Namespace) -> dict[str, Source]:
@@ -218,9 +266,9 @@ def _build_sources(texts: list[str], options: argparse.Namespace) -> dict[str, S
 
 def _build_task(task: str, texts: Sequence[str]) -> Source:
     model, folder = TASKS[task], CACHE / "overhead-tasks"
-    requests = make_requests(model, texts)
+    requests = make_requests(model, texts, make_images(sizes=[(640, 480)]))
     source = write_model(model, folder / "models" / model.name)
-    core = {"layout": "packed", "device": "gpu"}
+    core = {"device": "gpu"} | ({} if task == IMAGES else {"layout": "packed"})
     pipeline = write_pipeline(model, source, folder / "pipelines" / model.name, core, requests)
     repository = folder / "repositories" / model.name
     options = BuildOptions(repository=repository, progress=progress)

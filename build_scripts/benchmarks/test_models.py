@@ -201,15 +201,15 @@ def make_requests(
     return [{"text": text} for text in texts]
 
 
-def make_images(count: int = 48) -> list[bytes]:
-    """Return `count` JPEG files: smooth colors with noise, in sizes of photographs."""
+def make_images(count: int = 48, sizes: Sequence[tuple[int, int]] = IMAGE_SIZES) -> list[bytes]:
+    """Return `count` JPEG files: smooth colors with noise, in these widths and heights."""
     from PIL import Image
 
     generator = np.random.default_rng(0)
     encoded = []
     for number in range(count):
         small = generator.integers(0, 256, (6, 8, 3), dtype=np.uint8)
-        size = IMAGE_SIZES[number % len(IMAGE_SIZES)]
+        size = sizes[number % len(sizes)]
         image = Image.fromarray(small).resize(size, Image.Resampling.BICUBIC)
         noise = generator.normal(0, 6, (image.height, image.width, 3))
         pixels = np.clip(np.asarray(image) + noise, 0, 255).astype(np.uint8)

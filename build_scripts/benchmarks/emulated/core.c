@@ -1,7 +1,8 @@
 /* A core that takes as long as one on a GPU and leaves the processor alone: a Triton backend.
 
    A batch takes BATCH_NS + ROW_NS a row + TOKEN_NS a token, then every output is noise: numbers
-   from 0 to 1, or classes below CLASSES. Compiled for one model: OUTPUTS are its outputs. What is
+   from 0 to 1, or classes below CLASSES. Compiled for one model: OUTPUTS are its outputs, INPUT one
+   of its inputs, whose rows have ROW_TOKENS tokens, or as many as they are wide if it is 0. What is
    declared here is all of Triton's backend interface that it needs. */
 
 #include <stdbool.h>
@@ -83,10 +84,10 @@ static void wait_until(uint64_t ns) {
 static void read_shape(Request* request, int64_t* rows, int64_t* width) {
   Input* input;
   const int64_t* shape;
-  TRITONBACKEND_RequestInput(request, "input_ids", &input);
+  TRITONBACKEND_RequestInput(request, INPUT, &input);
   TRITONBACKEND_InputProperties(input, NULL, NULL, &shape, NULL, NULL, NULL);
   *rows = shape[0];
-  *width = shape[1];
+  *width = ROW_TOKENS ? ROW_TOKENS : shape[1];
 }
 
 static void answer(Request* request) {
