@@ -38,7 +38,7 @@ $(INSTALLED): $(PROJECT)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing 2.5 GB into $(VENV), in about 2 minutes ..."
 	@$(PIP_INSTALL) \
-	  --editable ".[gateway,page,openvino,parquet,tensorrt,text2text,demo,dev]"
+	  --editable ".[gateway,page,openvino,parquet,ray,tensorrt,text2text,demo,dev]"
 	@touch $@ $(FOR_USERS)
 
 # Beside .venv, whose packages it sees but for those it has itself: torch is not installed twice.

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from triptych.client import Client
     from triptych.core.gate.cached import GateFailure
     from triptych.interface.api import BuildResult, ServerHandle, build, new, serve
+    from triptych.interface.bulk.predictor import Predictor
 
     __version__: str
 
@@ -23,6 +24,7 @@ __all__ = [
     "BuildResult",
     "Client",
     "GateFailure",
+    "Predictor",
     "ServerHandle",
     "UserError",
     "build",
@@ -32,6 +34,7 @@ __all__ = [
 _ELSEWHERE = {
     "Client": "triptych.client",
     "GateFailure": "triptych.core.gate.cached",
+    "Predictor": "triptych.interface.bulk.predictor",
     "UserError": "triptych.base.errors",
 }
 

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def test_every_row_has_its_own_answer_in_its_place(toy: Toy, tmp_path: Path) -> 
     pq.write_table(table, tmp_path / "rows.parquet", row_group_size=130)
     told: list[BulkProgress] = []
     out = tmp_path / "out.parquet"
-    asked = BulkOptions("toy", tmp_path / "rows.parquet", out, toy.url, {"text": "body"})
+    asked = BulkOptions("toy", toy.url, {"text": "body"}, file=tmp_path / "rows.parquet", out=out)
     done = run(asked, told.append)
     assert (done.rows, done.done, done.earlier, done.failed) == (1000, 1000, 0, 0)
     assert len(told) > 3
@@ -125,11 +126,11 @@ def test_rows_that_fail_are_told_of_and_stop_nothing(toy: Toy, tmp_path: Path) -
 
 def test_a_server_that_answers_no_row_ends_the_run(toy: Toy, tmp_path: Path) -> None:
     (tmp_path / "rows.txt").write_text("break\n" * 100)
-    asked = BulkOptions("toy", tmp_path / "rows.txt", tmp_path / "out.jsonl", toy.url)
+    asked = BulkOptions("toy", toy.url, file=tmp_path / "rows.txt", out=tmp_path / "out.jsonl")
     with pytest.raises(UserError, match="the step is broken"):
         run(asked, ignore)
     assert not asked.out.exists()
-    asked = BulkOptions("toy", asked.file, asked.out, "127.0.0.1:9", timeout_s=120)
+    asked = replace(asked, url="127.0.0.1:9", timeout_s=120)
     with pytest.raises(UserError, match="triptych serve"):
         run(asked, ignore)
 
@@ -164,10 +165,10 @@ def test_an_interrupted_or_killed_run_goes_on_and_loses_and_doubles_nothing(
         assert not out.exists()
     assert ended.returncode == 130, told
     assert re.search(r"interrupted: [\d,]+ rows are stored in .*run the same command", told)
-    other = BulkOptions("toy", file, out, toy.url, pairs=["dimensions=4"])
+    other = BulkOptions("toy", toy.url, pairs=["dimensions=4"], file=file, out=out)
     with pytest.raises(UserError, match="other parameters than in"):
         run(other, ignore)
-    done = run(BulkOptions("toy", file, out, toy.url), ignore)
+    done = run(BulkOptions("toy", toy.url, file=file, out=out), ignore)
     assert 200 <= done.earlier < 3000
     found = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["n"] for row in found] == list(range(3000))
@@ -176,7 +177,7 @@ def test_an_interrupted_or_killed_run_goes_on_and_loses_and_doubles_nothing(
     assert len(toy.seen("kept 0.")) == 1  # what was kept is not asked again
     assert not folder.exists()
     with pytest.raises(UserError, match="already exists"):
-        run(BulkOptions("toy", file, out, toy.url), ignore)
+        run(BulkOptions("toy", toy.url, file=file, out=out), ignore)
 
 
 def test_each_input_has_its_column_or_one_value(toy: Toy, tmp_path: Path) -> None:
@@ -242,7 +243,7 @@ def test_rows_of_jsonl_have_parameters_of_their_own(toy: Toy, tmp_path: Path) ->
         {"text": "d"},
     ]
     file.write_text("\n".join(map(json.dumps, rows)))
-    asked = BulkOptions("classifier", file, out, toy.url, pairs=["top_k=3"])
+    asked = BulkOptions("classifier", toy.url, pairs=["top_k=3"], file=file, out=out)
     done = run(asked, ignore)
     assert done.failed == 2
     found = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]

@@ -24,8 +24,9 @@ from triptych.interface.bulk.files import (
     check_columns,
     name_columns,
 )
-from triptych.interface.bulk.jobs import BatchLock, BatchSizeTuner, TensorSender
+from triptych.interface.bulk.jobs import BatchLock, TensorSender
 from triptych.interface.bulk.run import Parts, open_table
+from triptych.interface.bulk.sending import BatchSizeTuner
 from triptych.interface.bulk.writers import open_writer
 from triptych.interface.cli.rows import InputRow, describe_answer, parse_parameters, read_input_rows
 

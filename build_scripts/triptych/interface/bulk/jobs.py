@@ -34,6 +34,7 @@ from triptych.client.plain import plain_outputs, request_parameter
 from triptych.client.streams import AsyncGeneration
 from triptych.client.wire import Parameter
 from triptych.interface.bulk.files import ERROR, UTF_8, AnswerColumn, Answers, RowChunk, Scan
+from triptych.interface.bulk.sending import REQUESTS, BatchSizeTuner
 from triptych.interface.cli.rows import (
     TIMEOUT_S,
     parse_parameter,
@@ -76,14 +77,12 @@ _TEXT_COLUMNS = (
 
 
 @dataclass(frozen=True)
-class BulkOptions:
-    """Options of a bulk run."""
+class JobOptions:
+    """Options of a job, wherever its rows come from."""
 
     pipeline: str
-    file: Path
-    out: Path
     url: str
-    # Column of the file by input of the pipeline, if its name differs; `text` for the prompts of a
+    # Column of the rows by input of the pipeline, if its name differs; `text` for the prompts of a
     # pipeline that generates text.
     columns: Mapping[str, str] = field(default_factory=dict)
     # Value of an input for every row: a text, or the bytes of an image.
@@ -92,35 +91,57 @@ class BulkOptions:
     # Maximum time in seconds for a request, and for the server to be unreachable. None: 30, or 600
     # for a pipeline that generates text.
     timeout_s: float | None = None
-    # Column of the file by request parameter.
+    # Column of the rows by request parameter.
     parameter_columns: Mapping[str, str] = field(default_factory=dict)
     # Treatment of rows with an empty input: they are sent, left without a result, or reported as
     # errors.
     empty: EmptyCells = "send"
-    encoding: str = UTF_8  # Name of the encoding of the file's text
-    suffix: str | None = None  # Extension of the file's format; None for that of the file
-    json_cells: bool = False  # Whether vectors are written into cells, as JSON
+
+    @property
+    def folder(self) -> Path:
+        """Folder that paths of images are relative to."""
+        return Path()
 
     def identity(self) -> dict[str, object]:
         """Return the options that a resumed run must share with the interrupted one."""
-        stat = self.file.stat()
-        read = [str(self.file.resolve()), stat.st_size, stat.st_mtime_ns]
-        if self.file.parent.name.startswith(SPOOLED):  # a copy of standard input
-            read = ["-", hashlib.sha256(self.file.read_bytes()).hexdigest()]
         return {
             "pipeline": self.pipeline,
-            "file": read,
             "columns": dict(self.columns),
             "constants": {name: repr(value) for name, value in self.constants.items()},
             "parameters": sorted(self.pairs),
             "parameter columns": dict(self.parameter_columns),
             "empty cells": self.empty,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class BulkOptions(JobOptions):
+    """Options of a bulk run of one file."""
+
+    file: Path
+    out: Path
+    encoding: str = UTF_8  # Name of the encoding of the file's text
+    suffix: str | None = None  # Extension of the file's format; None for that of the file
+    json_cells: bool = False  # Whether vectors are written into cells, as JSON
+
+    @property
+    def folder(self) -> Path:
+        return self.file.parent
+
+    def identity(self) -> dict[str, object]:
+        stat = self.file.stat()
+        read = [str(self.file.resolve()), stat.st_size, stat.st_mtime_ns]
+        if self.file.parent.name.startswith(SPOOLED):  # a copy of standard input
+            read = ["-", hashlib.sha256(self.file.read_bytes()).hexdigest()]
+        return {
+            **super().identity(),
+            "file": read,
             "encoding": self.encoding,
             "JSON in cells": self.json_cells,
         }
 
 
-def prepare(chunk: RowChunk, options: BulkOptions) -> RowChunk:
+def prepare(chunk: RowChunk, options: JobOptions) -> RowChunk:
     """Return a chunk with the parameters of its columns, and with its empty rows marked.
 
     A row with an empty text as its fault has no result and no error.
@@ -145,67 +166,6 @@ def prepare(chunk: RowChunk, options: BulkOptions) -> RowChunk:
                 faults.setdefault(row, told)
     given = parameters if chunk.parameters or options.parameter_columns else ()
     return replace(chunk, columns=columns, faults=faults, parameters=given)
-
-
-CHUNKS = 3
-"""Number of chunks in flight: while the last requests of one chunk end, the others keep the server
-busy. Also the number of chunks in a trial.
-"""
-REQUESTS = 4
-"""Number of requests of a chunk in flight."""
-_SHARES = (16, 8, 4)
-"""Fractions of the batch limit that are tried as request sizes: with `REQUESTS` of each of the
-`CHUNKS` in flight, between one batch and three.
-"""
-_TURNS = 2
-"""Number of trials of each size; the best one counts, because others use the server too."""
-
-
-class BatchSizeTuner:
-    """Finds the number of rows per request by trials on the server.
-
-    Measured with packed MiniLM on 2 busy cores, in rows per second: 12 requests of 8 rows in flight
-    44; 2 of 8 53; 6 of 4 70; 8 of 2 77; 16 of 1 73. On a GPU large batches win.
-
-    Args:
-        max_batch_size: Batch limit of the pipeline.
-
-    Attributes:
-        sizes: Request sizes that are tried.
-        chosen: Best size after the trials; None before.
-    """
-
-    def __init__(self, max_batch_size: int) -> None:
-        self.sizes = list(dict.fromkeys(ceil(max_batch_size / share) for share in _SHARES))
-        self.chosen = self.sizes[0] if len(self.sizes) == 1 else None
-        self._rates = dict.fromkeys(self.sizes, 0.0)
-        self._trials = [size for _ in range(_TURNS) for size in self.sizes]
-        self._started = self._ended = self._rows = 0
-        self._began_at = 0.0
-
-    def start(self, now: float) -> int | None:
-        """Return the request size for the next chunk; None while a trial has to end first."""
-        if self.chosen is not None:
-            return self.chosen
-        if self._started == CHUNKS:
-            return None
-        if not self._started:
-            self._began_at = now
-        self._started += 1
-        return self._trials[0]
-
-    def end(self, rows: int, now: float) -> None:
-        """Record that a chunk of `rows` rows is complete."""
-        if self.chosen is not None:
-            return
-        self._ended, self._rows = self._ended + 1, self._rows + rows
-        if self._ended == CHUNKS:
-            size = self._trials.pop(0)
-            rate = self._rows / max(now - self._began_at, 1e-9)
-            self._rates[size] = max(self._rates[size], rate)
-            self._started = self._ended = self._rows = 0
-            if not self._trials:
-                self.chosen = max(self._rates, key=self._rates.__getitem__)
 
 
 class BatchLock:
@@ -405,7 +365,7 @@ class TensorJob:
         outputs: Columns that are added, except that of errors.
     """
 
-    def __init__(self, options: BulkOptions, config: PipelineConfig) -> None:
+    def __init__(self, options: JobOptions, config: PipelineConfig) -> None:
         """Raise a `UserError` for a name that is no input, or an invalid parameter."""
         self._options = options
         self._config = config
@@ -440,14 +400,14 @@ class TensorJob:
             await stack.enter_async_context(client),
             self._config,
             self._lock,
-            options.file.parent,
+            options.folder,
             options.constants,
             self._parameters,
             TIMEOUT_S if options.timeout_s is None else options.timeout_s,
         )
 
 
-def _wanted(options: BulkOptions, config: PipelineConfig) -> dict[str, str]:
+def _wanted(options: JobOptions, config: PipelineConfig) -> dict[str, str]:
     """Return the column by input for everything that the pipeline needs except constants."""
     for given in (options.columns, options.constants):
         for name in given:
@@ -469,7 +429,7 @@ class TextJob:
         outputs: See `TensorJob`.
     """
 
-    def __init__(self, options: BulkOptions, _config: PipelineConfig) -> None:
+    def __init__(self, options: JobOptions, _config: PipelineConfig) -> None:
         """Raise a `UserError` for an unsupported option or an invalid parameter."""
         other = [*options.constants, *(name for name in options.columns if name != "text")]
         if other:
@@ -586,3 +546,15 @@ def _data(name: str, value: object) -> object:
 def _token_counts(answer: Completion) -> tuple[int | None, int | None]:
     usage = answer.usage
     return (None, None) if usage is None else (usage.prompt_tokens, usage.completion_tokens)
+
+
+async def open_job(options: JobOptions, stack: AsyncExitStack) -> TensorJob | TextJob:
+    """Return the job of a served pipeline; `stack` closes its connection.
+
+    Raises:
+        InferenceError: The server is unreachable, or does not serve the pipeline.
+        UserError: An option is not supported by the pipeline.
+    """
+    client = await stack.enter_async_context(AsyncClient(options.pipeline, options.url))
+    config = await client.interface(timeout_s=options.timeout_s)
+    return (TextJob if config.generates else TensorJob)(options, config)

@@ -1,4 +1,4 @@
-"""Rows in parquet files, with columns of any type; the only module that imports pyarrow."""
+"""Rows in parquet files, with columns of any type."""
 
 from __future__ import annotations
 

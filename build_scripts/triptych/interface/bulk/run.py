@@ -12,38 +12,28 @@ import os
 import re
 import shutil
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from triptych.base.errors import UserError
 from triptych.base.files import os_errors_as_user_errors, sync, write_files
-from triptych.client import AsyncClient, InferenceError
+from triptych.client import InferenceError
 from triptych.client.server_info import request_failure
 from triptych.interface.bulk.files import (
     ERROR,
     UTF_8,
     AnswerColumn,
-    Answers,
     RowChunk,
     Table,
     check_columns,
     name_columns,
     open_rows,
 )
-from triptych.interface.bulk.jobs import (
-    CHUNKS,
-    BatchSizeTuner,
-    BulkOptions,
-    TensorJob,
-    TensorSender,
-    TextJob,
-    TextSender,
-    prepare,
-)
+from triptych.interface.bulk.jobs import BulkOptions, open_job, prepare
+from triptych.interface.bulk.sending import BatchSizeTuner, ChunkSender, send_chunks
 from triptych.interface.bulk.writers import OUTPUTS, Writer, open_writer
 from triptych.spec.traffic import PARAMETERS
 
@@ -241,9 +231,7 @@ class _Run:
     async def run(self) -> BulkProgress:
         options = self._options
         async with AsyncExitStack() as stack:
-            client = await stack.enter_async_context(AsyncClient(options.pipeline, options.url))
-            config = await client.interface(timeout_s=options.timeout_s)
-            job = (TextJob if config.generates else TensorJob)(options, config)
+            job = await open_job(options, stack)
             outputs = [*job.outputs, AnswerColumn(ERROR, ERROR)]
             scan = self._table.scan()
             wanted = job.wanted(scan)
@@ -269,7 +257,7 @@ class _Run:
 
     async def _send_all(
         self,
-        senders: Mapping[int, TensorSender | TextSender],
+        senders: Mapping[int, ChunkSender],
         batch_sizes: BatchSizeTuner,
         chunks: Iterator[RowChunk],
         columns: Sequence[AnswerColumn],
@@ -278,35 +266,24 @@ class _Run:
         stored = self._parts.done()
         self._first = self._done = stored.rows
         self._failed_before = self._failed = stored.failed
-        in_flight: deque[tuple[RowChunk, asyncio.Task[Answers]]] = deque()
         began = part_began = time.monotonic()
         progress = BulkProgress(rows, stored.rows, stored.rows, stored.failed, 0.0)
         try:
-            while True:
-                while len(in_flight) < CHUNKS and (size := batch_sizes.start(time.monotonic())):
-                    if (chunk := next(chunks, None)) is None:
-                        break
-                    in_flight.append((chunk, asyncio.create_task(senders[size].send(chunk))))
-                if not in_flight:
-                    break
-                chunk, task = in_flight[0]
-                answers = await task
-                batch_sizes.end(chunk.count, time.monotonic())
-                encoded = await asyncio.to_thread(self._writer.encode, chunk, columns, answers)
-                in_flight.popleft()
-                self._encoded.append(encoded)
-                self._done += chunk.count
-                self._failed += sum(error is not None for error in answers[ERROR])
-                now = time.monotonic()
-                if self._done - self._first >= _PART_ROWS or now - part_began >= _PART_S:
-                    self._store()
-                    part_began = now
-                progress = BulkProgress(rows, self._done, stored.rows, self._failed, now - began)
-                self._report(progress)
+            async with aclosing(send_chunks(senders, batch_sizes, chunks)) as answered:
+                async for chunk, answers in answered:
+                    encoded = await asyncio.to_thread(self._writer.encode, chunk, columns, answers)
+                    self._encoded.append(encoded)
+                    self._done += chunk.count
+                    self._failed += sum(error is not None for error in answers[ERROR])
+                    now = time.monotonic()
+                    if self._done - self._first >= _PART_ROWS or now - part_began >= _PART_S:
+                        self._store()
+                        part_began = now
+                    progress = BulkProgress(
+                        rows, self._done, stored.rows, self._failed, now - began
+                    )
+                    self._report(progress)
         finally:
-            for _, task in in_flight:
-                task.cancel()
-            await asyncio.gather(*(task for _, task in in_flight), return_exceptions=True)
             self._store()
         return progress
 

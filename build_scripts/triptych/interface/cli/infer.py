@@ -240,13 +240,13 @@ def _infer_file(
     with _spooled(table.file) as source, _continued(out), show_progress("infer", "sending") as show:
         options = BulkOptions(
             name,
-            source,
-            out,
             request.url,
             table.columns,
             constants,
             request.parameters or (),
             request.timeout_s,
+            file=source,
+            out=out,
             parameter_columns=_parse_columns(table.parameter_columns or ()),
             empty=table.empty,
             encoding=table.encoding,
