@@ -130,6 +130,10 @@ def test_answers_are_shown_side_by_side() -> None:
     assert describe_answer({"embedding": [0.5] * 8, "embedding_int8": []}) == [
         f"embedding: [{', '.join(['0.5000'] * 6)}, …] (8 elements)"
     ]
+    assert describe_answer({"embedding": [[0.5] * 8] * 3, "box": [[1, 2]] * 2}) == [
+        f"embedding: [{', '.join(['0.5000'] * 6)}, …] (8 elements), the first of 3",
+        "box: [[1, 2], [1, 2]]",
+    ]
     assert describe_answer({"embedding": [], "embedding_int8": [1, -2]}) == [
         "embedding_int8: [1, -2]"
     ]

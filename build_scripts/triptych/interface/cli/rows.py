@@ -440,6 +440,9 @@ def _describe_list(name: str, values: Sequence[object]) -> list[str]:
     objects = [value for value in values if isinstance(value, dict)]
     if len(objects) == len(values):
         return [f"{name}:", *(f"  {_side_by_side(value)}" for value in objects)]
+    if isinstance(values[0], list) and len(values[0]) > _MAX_NUMBERS:
+        (first,) = _describe_list(name, values[0])
+        return [f"{first}, the first of {len(values)}"]
     start = ", ".join(map(_show, values[:_MAX_NUMBERS]))
     if len(values) <= _MAX_NUMBERS:
         return [f"{name}: [{start}]"]
