@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ def test_fields_are_those_of_the_inputs_and_of_the_rules() -> None:
 
 
 def test_answers_are_shown_as_their_tasks_have_them() -> None:
-    def shown(view: Any, row: dict[str, Any], **given: str) -> Any:
+    def shown(view: Any, row: Mapping[str, Any], **given: str) -> Any:
         return demo_page._VIEWS[view].value(given, row)
 
     text = "Ada 🙂 in Köln"
@@ -100,6 +100,8 @@ def test_answers_are_shown_as_their_tasks_have_them() -> None:
     assert shown("choices", choices) == {"a": 0.75, "b": 0.0}
     found = {"box": [[1.2, 2, 3, 3.9]], "label": ["cat"], "score": [0.5]}
     assert shown("boxes", found, image="a.png") == ("a.png", [((1, 2, 3, 4), "cat")])
+    terms = demo_page._named({"token_id": [7, 9], "weight": [1.5, 0.25]}, {7: "late"}.get)
+    assert shown("terms", terms) == [("late", "1.50"), ("9", "0.25")]
     vectors = [{"embedding": [3.0, 4.0], "embedding_int8": []}, {"embedding": [4.0, 3.0]}]
     assert [*demo_page._similarity(vectors)] == ["Cosine similarity of both vectors: 0.9600"]
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,9 @@ from triptych.tasks.task import Task, ViewKind
 
 MAX_EXAMPLES = 8
 """Maximum number of rows of the traffic that a page offers as examples."""
+
+MAX_TERMS = 64
+"""Maximum number of terms of a text that a page shows."""
 
 _MAX_FILE_BYTES = 64 << 20
 _UPLOADS = "GRADIO_TEMP_DIR"
@@ -85,6 +88,7 @@ class PagePipeline:
     defaults: Mapping[str, Any]  # defaults of request parameters, as far as they are known
     rows: Sequence[Row]  # examples: rows of the traffic
     folder: Path  # folder of the files that the rows name
+    tokenizer: Path | None = None  # file of the tokenizer, if it is known
 
 
 @contextmanager
@@ -204,6 +208,7 @@ def _row_page(
         if "max" in rules.get(name, {})
     }
     view = _VIEWS.get(task.view.kind)
+    words = _read_words(pipeline.tokenizer) if task.view.kind == "terms" else None
 
     def answer(*given: Any) -> list[Any]:
         fields_given = dict(zip(names, given, strict=False))
@@ -221,7 +226,8 @@ def _row_page(
         if view is not None:
             value = None
             with suppress(KeyError, TypeError, ValueError):  # a hook may return another form
-                value = view.value(fields_given, answers[0])
+                first = answers[0] if words is None else _named(answers[0], words)
+                value = view.value(fields_given, first)
             shown.insert(0, value)
         return shown
 
@@ -539,6 +545,26 @@ def _answer(given: Row, row: Row) -> Pieces:
     return mark_spans(given["text_pair"], [{**row, "text": row["answer"], "label": "answer"}])
 
 
+def _read_words(tokenizer: Path | None) -> Callable[[int], str | None] | None:
+    """Return the function from the id of a token to the token; None without a tokenizer."""
+    if tokenizer is None or not tokenizer.is_file():
+        return None
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(tokenizer)).id_to_token
+
+
+def _named(row: Row, words: Callable[[int], str | None]) -> Row:
+    """Return a row with tokens in place of their ids."""
+    return {**row, "token_id": [words(index) or index for index in row["token_id"]]}
+
+
+def _terms(given: Row, row: Row) -> Pieces:
+    """Return the terms of a text, each with its weight, the highest first."""
+    terms = zip(row["token_id"], row["weight"], strict=True)
+    return [(str(term), f"{weight:.2f}") for term, weight in islice(terms, MAX_TERMS)]
+
+
 def _boxes(given: Row, row: Row) -> tuple[str, list[tuple[tuple[int, ...], str]]]:
     """Return the file of an image, with the pixels and the label of each box."""
     lists = [value for value in row.values() if isinstance(value, list)]
@@ -560,5 +586,6 @@ _VIEWS: Mapping[ViewKind, _View] = {
     "choices": _View(lambda: gr.Label(label="Scores"), _scores),
     "entities": _View(lambda: gr.HighlightedText(label="Entities"), _entities),
     "answer": _View(lambda: gr.HighlightedText(label="Answer"), _answer),
+    "terms": _View(lambda: gr.HighlightedText(label="Terms with weights"), _terms),
     "boxes": _View(lambda: gr.AnnotatedImage(label="Boxes"), _boxes),
 }

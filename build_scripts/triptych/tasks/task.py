@@ -46,10 +46,10 @@ token (``several``); logits; scores (activated logits); the best classes with sc
 Parameters = Mapping[str, Any]
 """Request parameters with the pipeline's defaults."""
 
-ViewKind = Literal["choices", "entities", "answer", "boxes", "vectors", "outputs"]
+ViewKind = Literal["choices", "entities", "answer", "boxes", "vectors", "terms", "outputs"]
 """View of outputs on the demo page: labels with bars for their scores; `text` with its entities
 marked; `text_pair` with the answer marked; the image with its boxes; vectors and their
-similarity; or plain outputs.
+similarity; tokens with their weights; or plain outputs.
 """
 
 

@@ -553,6 +553,7 @@ def describe_page(spec: AnySpec, folders: Folders, grpc_url: str, timeout_s: flo
         defaults=settings.get("parameters", {}),
         folder=folder,
         rows=tuple(islice(rows, MAX_EXAMPLES)),
+        tokenizer=folders.repository / f"{spec.name}_preprocess/1/tokenizer.json",
     )
 
 

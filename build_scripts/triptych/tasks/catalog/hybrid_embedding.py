@@ -132,6 +132,6 @@ TASK = Task(
     parameters=_parameters,
     settings=_settings,
     has_row_metadata=True,
-    view=View("outputs"),
+    view=View("terms"),
     check=_check,
 )

@@ -177,6 +177,6 @@ TASK = Task(
     labeled=similarity_correlation(_products),
     parameters=_parameters,
     settings=prompt_settings,
-    view=View("outputs"),
+    view=View("terms"),
     check=_check,
 )
