@@ -10,6 +10,8 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
+from documentation import tables
+
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ("build_scripts/documentation/demo.svg", "docker/overload.svg")
 """Files that pages show."""
@@ -35,7 +37,9 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
-    """Replace links to files that are no pages, such as source code, by their text."""
+    """Fill in tables; replace links to files that are no pages by their text."""
+    if page.file.src_uri in tables.SITE_ONLY:
+        markdown = tables.fill_page(page.file.src_uri, markdown)
     pages = {*list_pages(config.nav)}
 
     def unlink(link: re.Match[str]) -> str:

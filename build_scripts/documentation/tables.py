@@ -1,6 +1,7 @@
 """Reference tables of the documentation, generated from the code.
 
 Usage: ``make tables`` writes every table again, between the marks of its name in the pages.
+Those of `SITE_ONLY` are written when the site is built.
 """
 
 from __future__ import annotations
@@ -298,6 +299,9 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
 }
 """Page and function of each table, by the name in its marks."""
 
+SITE_ONLY = ("pipelines/fields.md", "pipelines/commands.md")
+"""Pages whose tables are on the site and not in the repository."""
+
 
 def fill_page(page: str, text: str) -> str:
     """Return the text of a page with its tables written again.
@@ -316,8 +320,8 @@ def fill_page(page: str, text: str) -> str:
 
 
 def main() -> None:
-    """Write the tables of all pages."""
-    for page in dict.fromkeys(page for page, _ in TABLES.values()):
+    """Write the tables of all pages that have them in the repository."""
+    for page in {page for page, _ in TABLES.values()} - {*SITE_ONLY}:
         path = ROOT / page
         text = path.read_text(encoding="utf-8")
         if (filled := fill_page(page, text)) != text:

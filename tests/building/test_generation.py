@@ -362,7 +362,7 @@ def test_a_page_streams_a_chat_and_leaving_it_ends_the_answer(
     with open_demo(spec, folder, repository, server.grpc_url) as page:
         held = hold(server, slow)
         said = " ".join(["<b>a</b>"] * 5)
-        job = page.submit(said, "30", "", api_name="/answer")
+        job = page.submit(said, 30, "", api_name="/answer")
         wait_until(server, "slow", in_flight=3)
         release(held)
         shown = list(job)
@@ -371,11 +371,11 @@ def test_a_page_streams_a_chat_and_leaving_it_ends_the_answer(
         assert all(after.startswith(text) for text, after in pairwise(pieces))
         assert "30 tokens (length); first token after " in shown[-1][1]
 
-        assert "must be a number from 0 to 2" in ask(page, "Hi", "", "9")[1]
-        text, _ = ask(page, "Ho", "", "")  # the answer: the prompt, without what got no answer
+        assert "must be a number from 0 to 2" in ask(page, "Hi", None, "9")[1]
+        text, _ = ask(page, "Ho", None, "")  # the answer: the prompt, without what got no answer
         assert text.startswith(f"<user> {said}\n<assistant> {pieces[-1]}\n<user> Ho")
 
-        with open_events(page, LONG, None, "", "") as reply:
+        with open_events(page, LONG, None, None, "") as reply:
             while b"process_generating" not in reply.readline():
                 pass
         wait_until(server, "slow", running=0, kv_cache_usage_ratio=0)

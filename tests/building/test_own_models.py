@@ -131,7 +131,7 @@ def test_a_detector_finds_the_squares(folder: Path, server: Any) -> None:
 
     spec, path = load_model_spec(folder / "pipelines/detector"), "samples/two.png"
     with open_demo(spec, spec.folder, folder / "repository", server.grpc_url) as page:
-        boxes, outputs, *_ = ask(page, handle_file(spec.folder / path), "", "", "")
+        boxes, outputs, *_ = ask(page, handle_file(spec.folder / path), *[None] * 3)
     assert sorted(each["label"] for each in boxes["annotations"]) == OBJECTS["two"]
     assert outputs.count("label: ") == 2
 

@@ -331,13 +331,13 @@ def test_image_classification(
 
     folder = repository.parent / "pipelines/images"
     with open_demo(load_spec(folder), folder, repository, server.grpc_url) as page:
-        shown = ask_page(page, handle_file(folder / "0.img"), "7")
+        shown = ask_page(page, handle_file(folder / "0.img"), 7)
         with pytest.raises(AppError, match="must be an undamaged image"):
-            ask_page(page, handle_file(folder / "traffic.jsonl"), "7")
+            ask_page(page, handle_file(folder / "traffic.jsonl"), 7)
         # A file that was not sent, but that this machine has.
         file = {"path": str(folder / "1.img")}
         for marks in ({}, {"meta": {"_type": "gradio.FileData"}}):
-            with open_events(page, file | marks, "7") as events:
+            with open_events(page, file | marks, 7) as events:
                 ended = next(line for line in events if b"process_completed" in line)
             assert re.search(rb"not uploaded by|must be a file that was sent", ended)
     assert shown[0]["label"] == got[0][0].label

@@ -167,7 +167,7 @@ def test_a_page_answers_each_text_for_itself(server: Server, repository: Path) -
     folder = repository.parent / "t5"
     spec = load_text2text_spec(folder)
     with open_demo(spec, folder, repository, server.grpc_url) as page:
-        _, tokens = ask(page, TEXTS[1], "7", "")
+        _, tokens = ask(page, TEXTS[1], 7, "")
     prompt = len(read_text2text(spec, quiet).prompts[1].ids)
     assert tokens.startswith(f"{prompt} prompt tokens, 7 tokens (length); first token after ")
 
