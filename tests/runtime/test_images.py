@@ -2,13 +2,12 @@
 
 import io
 import json
-import random
-import struct
+import subprocess
+import sys
 import warnings
-import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,61 +15,27 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageFile
 
+from tests.support.image_files import (
+    MAX_BYTES,
+    MAX_PIXELS,
+    bad_images,
+    encoded,
+    good_images,
+    picture,
+    png_file,
+)
+from tests.support.project import ROOT
 from triptych.base.errors import UserError
 from triptych.models.image_core import ImageCore
 from triptych.models.image_source import read_image_info
 from triptych.models.info import ImageInfo
 from triptych.runtime.request_errors import RequestError
 from triptych.runtime.row_types import CoreRows, RowInputs
-from triptych.runtime.rows_image import ImageRowMaker
+from triptych.runtime.rows_image import ImageRowMaker, Job
 
 pytestmark = pytest.mark.build
 
-MAX_BYTES, MAX_PIXELS = 200_000, 1_000_000
 FACTS = ImageInfo("shorter", (36,), "bicubic", (32, 32), False, 1 / 255, None, None, 32, 32)
-
-
-def encoded(image: Image.Image, format: str, **options: Any) -> bytes:
-    """The image's file."""
-    file = io.BytesIO()
-    image.save(file, format, **options)
-    return file.getvalue()
-
-
-def picture(height: int, width: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
-    """Patches of color, sharp and smooth."""
-    small = np.random.default_rng(seed).integers(0, 256, (9, 7, 4), dtype=np.uint8)
-    image = Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
-    return (image if mode.endswith("A") else image.convert("RGB")).convert(mode)
-
-
-def good_images() -> dict[str, bytes]:
-    """One of every kind that is accepted."""
-    see_through = picture(50, 50).quantize(16)
-    see_through.info["transparency"] = bytes(range(16))
-    images = {
-        "jpeg": encoded(picture(480, 640), "JPEG"),
-        "progressive": encoded(picture(77, 201), "JPEG", progressive=True, quality=30),
-        "grey-jpeg": encoded(picture(301, 90, "L"), "JPEG"),
-        "mpo": encoded(
-            picture(64, 64), "MPO", save_all=True, append_images=[picture(64, 64, seed=9)]
-        ),
-        "png": encoded(picture(33, 31), "PNG"),
-        "one-pixel": encoded(picture(1, 1), "PNG"),
-        "see-through": encoded(see_through, "PNG"),
-        "webp": encoded(picture(120, 80), "WEBP"),
-        "webp-alpha": encoded(picture(80, 120, "RGBA"), "WEBP", lossless=True),
-        "gif": encoded(picture(40, 70, "P"), "GIF"),
-        "bmp": encoded(picture(40, 41), "BMP"),
-    }
-    images |= {
-        mode: encoded(picture(70, 55, mode), "PNG") for mode in ("1", "L", "LA", "P", "RGBA")
-    }
-    for way in range(2, 9):
-        exif = Image.Exif()
-        exif[0x0112] = way  # how it is to be turned
-        images[f"turned-{way}"] = encoded(picture(60, 90, seed=way), "JPEG", exif=exif)
-    return images
 
 
 def maker(facts: ImageInfo) -> ImageRowMaker:
@@ -183,48 +148,6 @@ def test_a_bad_image_fails_its_own_request_alone() -> None:
     assert str(answers[1]).startswith("row 1: `image` must be")
 
 
-def bad_images() -> dict[str, tuple[bytes, str]]:
-    """Bytes and a part of what their sender is told, by name."""
-    frames = {"save_all": True, "append_images": [picture(20, 20, seed=1)]}
-    jpeg, png = encoded(picture(90, 90), "JPEG"), encoded(picture(90, 90), "PNG")
-    deep = np.arange(400, dtype=np.uint16).reshape(20, 20)
-    empty_gif = bytearray(encoded(picture(4, 4, "P"), "GIF"))
-    empty_gif[6:10] = bytes(4)  # of the screen
-    frame = empty_gif.rindex(b",")
-    empty_gif[frame + 5 : frame + 9] = bytes(4)
-    return {
-        "empty": (b"", "must not be empty"),
-        "path": (b"cat.jpg", "Send the bytes of the image file"),
-        "pdf": (b"%PDF-1.7 and more", "begin with b'%PDF-1.7 and'"),
-        "eps": (encoded(picture(9, 9), "EPS"), "BMP, GIF, JPEG, PNG, WEBP"),
-        "tiff": (encoded(picture(9, 9), "TIFF"), "BMP, GIF, JPEG, PNG, WEBP"),
-        "cut jpeg": (jpeg[: len(jpeg) // 2], "must be a complete image"),
-        "cut png": (png[: len(png) // 2], "must be a complete image"),
-        "long": (jpeg + bytes(MAX_BYTES), f"at most {MAX_BYTES} bytes"),
-        "large": (encoded(Image.new("1", (1001, 1000)), "PNG"), "Given: 1001 x 1000"),
-        "animated gif": (encoded(picture(20, 20, "P"), "GIF", **frames), "a single image"),
-        "animated png": (encoded(picture(20, 20), "PNG", **frames), "a single image"),
-        "animated webp": (encoded(picture(20, 20), "WEBP", **frames), "a single image"),
-        "cmyk": (encoded(picture(20, 20, "CMYK"), "JPEG"), "mode CMYK"),
-        "16-bit gray": (encoded(Image.fromarray(deep), "PNG"), "16 bits per channel"),
-        "16-bit color": (png_file(2, 2, 16, 2, bytes(2 * (1 + 2 * 6))), "16 bits per channel"),
-        "long strip": (encoded(picture(2, 3000), "PNG"), "which becomes 54000 x 36"),
-        "no pixels": (bytes(empty_gif), "undamaged image"),
-    }
-
-
-def chunk(kind: bytes, data: bytes) -> bytes:
-    """A part of a PNG file."""
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-
-def png_file(width: int, height: int, depth: int, kind: int, data: bytes) -> bytes:
-    """A PNG file with `data` for its rows."""
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, kind, 0, 0, 0))
-    parts = (header, chunk(b"IDAT", zlib.compress(data)), chunk(b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
-
-
 def test_bad_images_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
     for name, (image, part) in bad_images().items():
         message = fault_of(image)
@@ -242,51 +165,34 @@ def test_a_bomb_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch)
     assert Image.MAX_IMAGE_PIXELS is not None  # Pillow's own limit holds again for others
 
 
-def mutated(data: bytes, chance: random.Random) -> bytes:
-    """Some bytes changed, left out, doubled or cut off."""
-    damaged = bytearray(data)
-    for _ in range(chance.randint(1, 8)):
-        place = chance.randrange(len(damaged))
-        end = place + chance.randint(1, 20)
-        way = chance.randrange(5)
-        if way == 0:
-            del damaged[place:end]
-        elif way == 1:
-            damaged[place:place] = damaged[place:end]
-        elif way == 2 and place > 200:
-            del damaged[place:]
-        else:
-            damaged[place] = chance.randrange(256)
-    return bytes(damaged)
+def test_images_of_a_batch_are_decoded_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of all threads is bounded; each row stays in its place, whatever group it is in."""
+    images = [encoded(picture(900, 900, seed=n), "JPEG") for n in range(9)]
+    expected = [pixels_of(FACTS, [image])[0] for image in images]
+    many = maker(FACTS)
+    monkeypatch.setattr(many, "_threads", 4)
+    groups, run = list[int](), many._pool.map
+
+    def run_counted(call: Callable[[Job], object], jobs: list[Job]) -> Iterator[object]:
+        groups.append(len(jobs))
+        return run(call, jobs)
+
+    monkeypatch.setattr(many._pool, "map", run_counted)
+    files = [*images[:4], b"no image", *images[4:]]
+    answers = many.make([RowInputs({"image": [file]}, {}) for file in files])
+    assert isinstance(answers.pop(4), RequestError)
+    assert groups == [5, 4, 1]
+    for answer, pixels in zip(answers, expected, strict=True):
+        assert isinstance(answer, CoreRows)
+        np.testing.assert_array_equal(answer.tensors["pixels"][0], pixels)
 
 
-def mended(data: bytes) -> bytes:
-    """A damaged PNG file with checksums that fit, so that the damage gets past them."""
-    file, place = bytearray(data), 8
-    while place + 12 <= len(file):
-        (length,) = struct.unpack_from(">I", file, place)
-        end = place + 8 + length
-        if end + 4 > len(file):
-            break
-        struct.pack_into(">I", file, end, zlib.crc32(file[place + 4 : end]))
-        place = end + 4
-    return bytes(file)
-
-
-def test_damaged_files_get_an_answer_or_a_reason(capfd: pytest.CaptureFixture[str]) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    turned = {"exif": exif}
-    chance = random.Random(5)
-    for format, options in (
-        ("JPEG", turned), ("PNG", turned), ("WEBP", turned), ("GIF", {}), ("BMP", {})
-    ):  # fmt: skip
-        whole = encoded(picture(40, 60), format, **options)
-        images = [mutated(whole, chance) for _ in range(300)]
-        if format == "PNG":
-            images += [mended(image) for image in images]
-        answers = maker(FACTS).make([RowInputs({"image": [image]}, {}) for image in images])
-        refused = [answer for answer in answers if isinstance(answer, Exception)]
-        assert all(isinstance(answer, RequestError) for answer in refused), format
-        assert len(refused) > 10, format
-    assert capfd.readouterr() == ("", "")
+@pytest.mark.parametrize(
+    ("seed", "count"), [(0, 200), pytest.param(200, 10_000, marks=pytest.mark.long)]
+)
+def test_damaged_files_get_an_answer_or_a_reason(seed: int, count: int) -> None:
+    """In a process of its own, whose end by a crash would show; see `image_files.fuzz`."""
+    command = [sys.executable, "-m", "tests.support.image_files", str(seed), str(count)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout[-300:] + done.stderr[-3000:]
+    assert int(done.stdout.split()[-1]) > count / 4

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -26,7 +26,8 @@ from .row_types import CoreRows, RowInputs
 
 FIELD = "image"
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
-"""Formats whose decoders start no other program and need no other file."""
+"""Formats whose decoders start no other program, need no other file, and decode no more pixels than
+their header says: an AVIF file of 2 KB decodes to 144 million and is then reduced to its header."""
 
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX")
 """Pillow's modes with at most 8 bits per channel whose colors need no profile."""
@@ -34,7 +35,15 @@ MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX")
 IMAGES_A_REQUEST = 2
 """Maximum total pixels of a request's images, as a multiple of the limit of one image."""
 
-MAX_THREADS = 4
+IMAGES_AT_ONCE = 4
+"""Maximum total pixels, decoded and resized, of the images in work in an instance, as a multiple of
+the limit of one image: they bound its memory. Each core may have a thread."""
+
+MAX_SCANS = 100
+"""Maximum number of scans of a progressive JPEG, of which encoders write about 10. A scan of a few
+bytes takes as long as a pass over all pixels."""
+_SCAN = b"\xff\xda"
+Job = partial["RequestError | None"]
 _BIT_DEPTH = 24  # offset in a PNG file, after signature, header length, header name, two sizes
 _ASPECT = "must not have an aspect ratio for which the resized image exceeds the pixel limit"
 
@@ -113,12 +122,17 @@ class ImageRowMaker:
         self._info: Mapping[str, Any] = settings["image"]
         self._limits = Limits(settings["max_image_bytes"], settings["max_pixels"])
         self._shape = tuple(self._info[axis] for axis in ("height", "width", "channels"))
-        self._threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+        self._threads = len(os.sched_getaffinity(0))
         self._pool = ThreadPoolExecutor(self._threads)  # starts a thread when it is first needed
 
     def make(self, requests: Sequence[RowInputs]) -> list[CoreRows | Exception]:
         """Return the pixels of every row; a request with an invalid image gets its first error."""
-        too_large = [self._check_total(request.columns[FIELD]) for request in requests]
+        with own_limits():
+            return self._make(requests)
+
+    def _make(self, requests: Sequence[RowInputs]) -> list[CoreRows | Exception]:
+        sizes = self._read_sizes([request.columns[FIELD] for request in requests])
+        too_large = [self._check_total(each) for each in sizes]
         pixels = [
             np.empty((len(request.columns[FIELD]), *self._shape), np.uint8) for request in requests
         ]
@@ -127,11 +141,12 @@ class ImageRowMaker:
             for index, request in enumerate(requests)
             for row, data in enumerate([] if too_large[index] else request.columns[FIELD])
         ]
-        with own_limits():
-            if len(jobs) == 1 or self._threads == 1:
-                faults = [job() for job in jobs]
-            else:  # Pillow decodes and resizes without Python's global lock
-                faults = list(self._pool.map(_call, jobs))
+        if len(jobs) == 1 or self._threads == 1:
+            faults = [job() for job in jobs]
+        else:  # Pillow decodes and resizes without Python's global lock
+            kept = [size for i, each in enumerate(sizes) if not too_large[i] for size in each]
+            groups = _group(jobs, map(self._work, kept), IMAGES_AT_ONCE * self._limits.pixels)
+            faults = [fault for group in groups for fault in self._pool.map(_call, group)]
         answers: list[CoreRows | Exception] = []
         start = 0
         for fault, tensor in zip(too_large, pixels, strict=True):
@@ -144,14 +159,25 @@ class ImageRowMaker:
             start += len(tensor)
         return answers
 
-    def _check_total(self, images: Sequence[bytes]) -> RequestError | None:
+    def _read_sizes(self, requests: Sequence[Sequence[bytes]]) -> list[list[tuple[int, int]]]:
+        """Return height and width of each image; zeros if so few images exceed no limit."""
+        if sum(map(len, requests)) <= IMAGES_A_REQUEST:
+            return [[(0, 0)] * len(images) for images in requests]
+        return [[*map(_read_size, images)] for images in requests]
+
+    def _work(self, size: tuple[int, int]) -> int:
+        """Return the pixels of an image, decoded and resized; 0 if it is refused by its header."""
+        height, width = size
+        if not 0 < height * width <= self._limits.pixels:
+            return 0
+        height, width = resized(self._info, height, width)
+        return size[0] * size[1] + min(height * width, self._limits.pixels)
+
+    def _check_total(self, sizes: Sequence[tuple[int, int]]) -> RequestError | None:
         """Return an error if the images of a request together delay other requests too long."""
         limit = IMAGES_A_REQUEST * self._limits.pixels
-        if len(images) <= IMAGES_A_REQUEST:
-            return None
-        with own_limits():
-            total = sum(map(_count_pixels, images))
-        if total <= limit:
+        total = sum(height * width for height, width in sizes)
+        if len(sizes) <= IMAGES_A_REQUEST or total <= limit:
             return None
         rule = f"must have at most {limit} pixels in all rows of a request"
         return RequestError(FIELD, rule, f"{total} pixels", "Send fewer images in one request")
@@ -171,15 +197,27 @@ class ImageRowMaker:
         return None
 
 
-def _count_pixels(data: bytes) -> int:
+def _read_size(data: bytes) -> tuple[int, int]:
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            return int(image.width * image.height)
+            return image.height, image.width
     except Exception:  # `open_image` rejects it later
-        return 0
+        return 0, 0
 
 
-def _call(job: partial[RequestError | None]) -> RequestError | None:
+def _group(jobs: Sequence[Job], work: Iterable[int], limit: int) -> Iterator[list[Job]]:
+    """Yield the jobs in order, in lists whose work is at most `limit` or that have one job."""
+    group, total = list[Job](), 0
+    for job, pixels in zip(jobs, work, strict=True):
+        if group and total + pixels > limit:
+            yield group
+            group, total = [], 0
+        group.append(job)
+        total += pixels
+    yield group
+
+
+def _call(job: Job) -> RequestError | None:
     return job()
 
 
@@ -208,6 +246,8 @@ def _header_fault(image: Image.Image, data: bytes, limits: Limits) -> tuple[str,
     # An MPO file is a photo with previews or depth maps after it: its first image is the photo.
     if image.format != "MPO" and getattr(image, "is_animated", False):
         return "must be a single image", "an animation", "Send one frame"
+    if "progressive" in image.info and (scans := data.count(_SCAN)) > MAX_SCANS:
+        return f"must have at most {MAX_SCANS} scans", f"{scans} scans", "Save the image again"
     deep = image.format == "PNG" and data[_BIT_DEPTH] > 8
     if deep or image.mode not in MODES:
         given = "16 bits per channel" if deep else f"Pillow's mode {image.mode}"
