@@ -64,7 +64,7 @@ TASKS = {
 """Models with one layer, since their core is replaced."""
 IMAGES = "image-classification"
 Call = Callable[[Sequence[Any]], object]
-"""What a loop calls with some rows."""
+"""Function that a loop calls with some rows."""
 
 
 class Load(NamedTuple):
