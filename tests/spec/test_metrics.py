@@ -271,6 +271,7 @@ FIELDS = {
     "reranking": ("text", "text_pair"),
     "late-interaction-reranking": ("text", "text_pair"),
     "image-classification": ("image",),
+    "image-embedding": ("image",),
 }
 CUSTOM = custom_task(
     Custom.model_validate({"auto_class": "AutoModel", "outputs": [{"name": "x", "dtype": "FP32"}]})
@@ -291,6 +292,7 @@ LINES: dict[str, tuple[dict[str, Any], Any]] = {
     "reranking": ({"text": "q", "text_pair": "p", "relevant": 1}, True),
     "late-interaction-reranking": ({"text": "q", "text_pair": "p", "relevant": 1}, True),
     "text-embedding": ({"text": "a", "text_pair": "b", "score": 3}, 3.0),
+    "image-embedding": ({"image": "a.png", "image_pair": "b", "score": 3}, 3.0),
     "multi-vector-embedding": ({"text": "a", "text_pair": "b", "score": 3}, 3.0),
     "sparse-embedding": ({"text": "a", "text_pair": "b", "score": 3}, 3.0),
     "hybrid-embedding": ({"text": "a", "text_pair": "b", "score": 3}, 3.0),
@@ -300,6 +302,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "late-interaction-reranking": {"relevant": 0},
     "multi-vector-embedding": {"score": 1},
     "text-embedding": {"score": 1},
+    "image-embedding": {"score": 1},
     "sparse-embedding": {"score": 1},
     "hybrid-embedding": {"score": 1},
 }
@@ -321,8 +324,9 @@ def test_rows_are_read_with_their_truth(tmp_path: Path) -> None:
         first, second = read(write(path, line, other), task)
         assert (first.line, first.truth, first.parameters) == (1, truth, {}), task
         assert (second.line, second.parameters) == (2, {"top_k": 2}), task
-        pair = ({"text": "b"},) if task.endswith("-embedding") else ()
-        inputs = {name: line[name] for name in FIELDS.get(task, ("text",))}
+        fields = FIELDS.get(task, ("text",))
+        pair = ({fields[0]: "b"},) if task.endswith("-embedding") else ()
+        inputs = {name: line[name] for name in fields}
         assert first.requests == (inputs, *pair), task
     # Blank lines count, a question may have no answer.
     path.write_text('\n{"text": "a\u2028b", "label": "x"}\n\n', encoding="utf-8")

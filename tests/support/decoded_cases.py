@@ -78,8 +78,10 @@ def relevances(scores: Sequence[float]) -> list[Decoded]:
     return [relevance(score) for score in scores]
 
 
+_VECTORS = [vector(1, 0, 0), vector(0.6, 0.8, 0), vector(0, 0.6, 0.8), vector(0, 0, 1)]
 EXAMPLES: dict[str, list[Decoded]] = {
-    "text-embedding": [vector(1, 0, 0), vector(0.6, 0.8, 0), vector(0, 0.6, 0.8), vector(0, 0, 1)],
+    "text-embedding": _VECTORS,
+    "image-embedding": _VECTORS,
     "multi-vector-embedding": [
         token_vectors((1, 0), (0.6, 0.8)),
         token_vectors((0, 1)),
@@ -118,6 +120,7 @@ _PERFECT_SCORES = {
 _PERFECT_ORDER = {"rank_correlation": 1.0, "top1_agreement": 1.0}
 PERFECT = {
     "text-embedding": _PERFECT_VECTORS,
+    "image-embedding": _PERFECT_VECTORS,
     "multi-vector-embedding": {"min_cosine": 1.0, "mean_cosine": 1.0, **_PERFECT_SCORES},
     "hybrid-embedding": {**_PERFECT_TERMS, **_PERFECT_SCORES},
     "late-interaction-reranking": _PERFECT_ORDER,

@@ -68,6 +68,7 @@ class AsyncClient(PipelineClient):
     embed_multi_vector, embed_multi_vector_each = _awaited_task(tasks.embed_multi_vector)
     embed_hybrid, embed_hybrid_each = _awaited_task(tasks.embed_hybrid)
     classify, classify_each = _awaited_task(tasks.classify)
+    embed_images, embed_images_each = _awaited_task(tasks.embed_images)
     classify_images, classify_images_each = _awaited_task(tasks.classify_images)
     classify_zero_shot, classify_zero_shot_each = _awaited_task(tasks.classify_zero_shot)
     fill_mask, fill_mask_each = _awaited_task(tasks.fill_mask)

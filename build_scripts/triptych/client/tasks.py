@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from triptych.base.max_similarity import max_similarity
 from triptych.client.errors import InvalidRequestError, RowError
+from triptych.client.images import Images, encode_images
 from triptych.client.wire import Parameter, PipelineConfig, Rows, check_rows
 
 if TYPE_CHECKING:
@@ -237,9 +238,55 @@ def embed(
         float32 [texts, dimensions] in the order of `texts`, with the right width for no texts; int8
         or uint8 [texts, bytes] with another encoding.
     """
-    # The width of a vector varies with the request's parameters, so only a response has it.
     check_rows("text", texts)
-    none = not len(texts)
+    parameters = _given(
+        dimensions=dimensions,
+        normalize_embeddings=normalize_embeddings,
+        encoding=encoding,
+        prompt=prompt,
+        role=role,
+    )
+    return _vectors("text", texts, "a", parameters, encoding, timeout_s)
+
+
+def embed_images(
+    images: Images,
+    *,
+    dimensions: int | None = None,
+    normalize_embeddings: bool | None = None,
+    encoding: Encoding | None = None,
+    timeout_s: float | None = None,
+) -> TaskCall[Vectors, Vectors]:
+    """Return an embedding of each image: bytes of a file, a path, an image of Pillow or an array.
+
+    `dimensions`, `normalize_embeddings` and `encoding` are as in `embed`.
+
+    Returns:
+        float32 [images, dimensions] in the order of `images`; int8 or uint8 [images, bytes] with
+        another encoding.
+    """
+    parameters = _given(
+        dimensions=dimensions, normalize_embeddings=normalize_embeddings, encoding=encoding
+    )
+    return _vectors("image", encode_images(images), _PIXEL, parameters, encoding, timeout_s)
+
+
+_PIXEL = (
+    b"GIF89a\1\0\1\0\x80\0\0\0\0\0\xff\xff\xff,\0\0\0\0\1\0\1\0\0\2\2D\1\0;"  # image of one pixel
+)
+
+
+def _vectors(
+    field: str,
+    rows: Sequence[str | bytes],
+    placeholder: str | bytes,
+    parameters: dict[str, Parameter],
+    encoding: Encoding | None,
+    timeout_s: float | None,
+) -> TaskCall[Vectors, Vectors]:
+    """Return a call for a vector of each row; no rows send the placeholder."""
+    # The width of a vector varies with the request's parameters, so only a response has it.
+    none = not len(rows)
     outputs: tuple[str, ...] = ("embedding", "embedding_int8", "embedding_uint8")
     if encoding is not None:  # else the pipeline's own parameters decide
         of_encoding = {"float": 0, "uint8": 2, "ubinary": 2}.get(encoding, 1)
@@ -256,14 +303,8 @@ def embed(
         return read(found)
 
     return TaskCall(
-        {"text": ["a"] if none else texts},
-        _given(
-            dimensions=dimensions,
-            normalize_embeddings=normalize_embeddings,
-            encoding=encoding,
-            prompt=prompt,
-            role=role,
-        ),
+        {field: [placeholder] if none else rows},
+        parameters,
         outputs,
         read,
         read_row,
@@ -444,20 +485,25 @@ def classify(
 
 
 def classify_images(
-    images: Sequence[bytes],
+    images: Images,
     *,
     top_k: int | None = None,
     threshold: float | None = None,
     timeout_s: float | None = None,
 ) -> TaskCall[list[list[Choice]], list[Choice]]:
-    """Choose the best `top_k` labels of each image, encoded as in its file (JPEG, PNG and others).
+    """Choose the best `top_k` labels of each image.
+
+    An image is the bytes of its file (JPEG, PNG and others), a path, an image of Pillow or an
+    array.
 
     Of a multi-label model, the labels with a score above `threshold` are chosen, at most `top_k`.
 
     Returns:
         For each image its labels, best first.
     """
-    return _choices({"image": images}, _given(top_k=top_k, threshold=threshold), timeout_s)
+    return _choices(
+        {"image": encode_images(images)}, _given(top_k=top_k, threshold=threshold), timeout_s
+    )
 
 
 def classify_zero_shot(

@@ -233,6 +233,7 @@ def read_model_of(
         loader=task.loader,
         modules=task.modules,
         tokenizer=source,
+        vectors_by=spec.image.pooling or "" if task.reads_image_vectors else None,
     )
 
 

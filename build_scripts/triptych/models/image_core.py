@@ -1,4 +1,4 @@
-"""An image classifier that takes bytes: what the image processor does last runs on the device."""
+"""A model of images that takes bytes: what the image processor does last runs on the device."""
 
 from __future__ import annotations
 
@@ -9,18 +9,23 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from triptych.models.image_vectors import pooled
 from triptych.models.info import ImageInfo
 
 
 class ImageCore(nn.Module):
-    """Pixels to logits: rescaling and normalizing before `model`, which takes ``pixel_values``."""
+    """Pixels to logits, or to vectors by `image_vectors.pooled` if `pooling` is given.
+
+    Rescaling and normalizing come before `model`, which takes ``pixel_values``.
+    """
 
     mean: torch.Tensor
     std: torch.Tensor
 
-    def __init__(self, model: Any, image: ImageInfo) -> None:
+    def __init__(self, model: Any, image: ImageInfo, pooling: str = "") -> None:
         super().__init__()
         self.model = model
+        self._pooling = pooling
         self._factor = image.rescale_factor
         self._normalizes = image.mean is not None and image.std is not None
         for name, values in (("mean", image.mean), ("std", image.std)):
@@ -39,8 +44,11 @@ class ImageCore(nn.Module):
         return values
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        """UINT8 ``[rows, height, width, channels]`` to logits FP32 ``[rows, classes]``."""
-        logits: torch.Tensor = self.model(pixel_values=self.values(pixels)).logits
+        """UINT8 ``[rows, height, width, channels]`` to logits or vectors, FP32 ``[rows, n]``."""
+        output = self.model(pixel_values=self.values(pixels))
+        if self._pooling:
+            return pooled(output, self._pooling)
+        logits: torch.Tensor = output.logits
         return logits
 
 

@@ -13,11 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from triptych.base.errors import UserError
 from triptych.models.checks import check_model, check_unused
+from triptych.models.text import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-RESULTS = ("last_hidden_state", "logits", "start_logits", "end_logits")
+RESULTS = (
+    *("last_hidden_state", "logits", "start_logits", "end_logits"),
+    *("image_embeds", "text_embeds"),
+)
 """Fields that are read from a model's output, whatever its class."""
 
 
@@ -45,6 +49,7 @@ def load_model(folder: Path, auto_class: str) -> PreTrainedModel:
                 ignore_mismatched_sizes=True,
                 trust_remote_code=False,
                 return_dict=True,  # whatever the config says
+                **_own_settings(folder, auto_class),
             )
     except Exception as error:
         raise UserError(
@@ -130,6 +135,17 @@ def _loader(folder: Path, auto_class: str) -> Any:
     return getattr(transformers, auto_class)
 
 
+def _own_settings(folder: Path, auto_class: str) -> dict[str, int]:
+    """Return settings of one side of a model of texts and images, which differ in its own config.
+
+    The size of the projection is that of the whole model.
+    """
+    config = read_json(folder / "config.json")
+    if auto_class.endswith("ModelWithProjection") and "projection_dim" in config:
+        return {"projection_dim": config["projection_dim"]}
+    return {}
+
+
 def _learned(model: PreTrainedModel, missing: set[str]) -> list[str]:
     """Return those missing weights that training decides, unlike for example a table of sines."""
     import torch
@@ -178,7 +194,12 @@ def _matter(model: PreTrainedModel, missing: list[str]) -> bool:
     """
     import torch
 
-    if model.main_input_name != "input_ids":
+    inputs = model.dummy_inputs
+    if model.main_input_name == "pixel_values":
+        side = getattr(model.config, "image_size", 224)
+        height, width = (side, side) if isinstance(side, int) else side
+        inputs = {"pixel_values": torch.full((1, 3, height, width), 0.5)}
+    elif model.main_input_name != "input_ids":
         return True
     weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     chosen = [weights[name] for name in missing if name in weights]
@@ -186,7 +207,7 @@ def _matter(model: PreTrainedModel, missing: list[str]) -> bool:
         for weight in chosen:
             weight.fill_(float("nan") if weight.is_floating_point() else 0)
         try:
-            output = model(**model.dummy_inputs)
+            output = model(**inputs)
         except Exception:  # the model needs other inputs, so the check is not possible
             return True
         results = [output.get(name) for name in RESULTS if output.get(name) is not None]

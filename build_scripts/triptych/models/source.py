@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import TypeAdapter
 
@@ -23,6 +23,7 @@ from triptych.base.errors import Progress, UserError
 from triptych.base.files import parse_yaml
 from triptych.models.adapter import refuse_adapter
 from triptych.models.fields import ModelSource, TokenizerSource
+from triptych.models.image_vectors import ImagePooling, read_image_vectors
 from triptych.models.info import Activation, ImageInfo, Loader, LogitScore, ModelInfo, Role
 from triptych.models.roles import read_roles
 from triptych.models.settings import read_prompts, read_saved
@@ -307,6 +308,7 @@ def read_model_info(
     loader: Loader = "SentenceTransformer",
     modules: Collection[str] = (),
     tokenizer: TokenizerSource | None = None,
+    vectors_by: ImagePooling | Literal[""] | None = None,
 ) -> ModelInfo:
     """Read information about the model from the files in `folder`.
 
@@ -318,6 +320,8 @@ def read_model_info(
         loader: Class of sentence-transformers that loads the model for the reference.
         modules: Modules of sentence-transformers that the head of the task computes itself.
         tokenizer: Origin of the tokenizer, by default the class.
+        vectors_by: Pooling of the vectors of images, empty for that of the model; None for a task
+            that has no vectors of images.
 
     Raises:
         UserError: A setting that affects results is not supported.
@@ -333,6 +337,11 @@ def read_model_info(
     prompts, default_prompt = read_prompts(saved.sentence, loader)
     labels = read_labels(config)
     image = _image_info(folder) if for_images else None
+    architecture = (config.get("architectures") or [config.get("model_type", "unknown")])[0]
+    hidden_size = 0 if image else _hidden_size(folder, config)
+    if image and vectors_by is not None:
+        found, hidden_size = read_image_vectors(folder, architecture, image, vectors_by or None)
+        pooling, head = (found,), ()
     texts = _TextInfo()
     if not image or has_vocabulary(folder):
         scored = saved.modules if is_pairs else None
@@ -360,8 +369,8 @@ def read_model_info(
 
     return ModelInfo(
         sha256=sha256 or hash_model(folder),
-        architecture=(config.get("architectures") or [config.get("model_type", "unknown")])[0],
-        hidden_size=0 if image else _hidden_size(folder, config),
+        architecture=architecture,
+        hidden_size=hidden_size,
         max_length=max_length,
         library_length=library_length,
         pad_token_id=config.get("pad_token_id") or 0,
@@ -559,10 +568,11 @@ def read_model(
     loader: Loader,
     modules: Collection[str] = (),
     tokenizer: TokenizerSource | None = None,
+    vectors_by: ImagePooling | Literal[""] | None = None,
 ) -> tuple[ModelInfo, Path | None]:
     """Return the information about the model in `folder` and the cached ``tokenizer.json``.
 
-    An image model has no tokenizer. The last four arguments are those of `read_model_info`.
+    An image model has no tokenizer. The last five arguments are those of `read_model_info`.
 
     Raises:
         UserError: A setting that affects results is not supported, or there is no fast tokenizer.
@@ -574,6 +584,7 @@ def read_model(
         "loader": loader,
         "modules": list(modules),
         "tokenizer": tokenizer,
+        "vectors_by": vectors_by,
         "versions": versions_of("transformers", "tokenizers"),
         "code": code_hash(*CODE),
     }
@@ -586,6 +597,7 @@ def read_model(
             loader=loader,
             modules=modules,
             tokenizer=tokenizer,
+            vectors_by=vectors_by,
         )
         (target / "facts.json").write_text(json.dumps(asdict(info)), encoding="utf-8")
         if info.image is None:

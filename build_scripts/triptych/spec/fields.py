@@ -10,6 +10,7 @@ from triptych.base.errors import UserError
 from triptych.base.releases import OLDEST
 from triptych.container.serving_machine import MAX_CORES, ServingMachine, parse_machine
 from triptych.models.fields import Frozen, TokenizerChoice
+from triptych.models.image_vectors import ImagePooling
 from triptych.spec.backends import BACKENDS, BackendName, DeviceName, Precision
 from triptych.spec.slo import Slo
 from triptych.tasks.accuracy import METRICS
@@ -70,15 +71,18 @@ class Tokenizer(TokenizerChoice):
 
 
 class Image(Frozen):
-    """Limits on decoded images, so that one request cannot exhaust the server.
+    """Limits on decoded images, so that one request cannot exhaust the server, and their vectors.
 
     Attributes:
         max_bytes: Maximum size of an image file in bytes.
         max_pixels: Maximum number of pixels, checked before the image is decoded.
+        pooling: Vector of an image, in image-embedding: that of the model's pooler, of its first
+            token (``cls``), or the mean. None: the first of them that the model has.
     """
 
     max_bytes: Positive = 20_000_000
     max_pixels: Positive = 50_000_000
+    pooling: ImagePooling | None = None
 
 
 class EngineSettings(Frozen):

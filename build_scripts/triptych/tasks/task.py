@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from triptych.base.errors import UserError
 from triptych.base.tensors import DType, Tensor
 from triptych.models.info import Activation, Loader, ModelInfo
 from triptych.tasks.compare import Compare, Comparison, Outputs
@@ -179,6 +180,8 @@ class Task:
     # Whether each model row has row metadata (`tensors.ROW_METADATA`).
     has_row_metadata: bool = False
     model_rows: int = 1  # Number of model rows of each row, which limits the rows of a request
+    # Whether a result is a vector of an image, whose size only the class of the model knows.
+    reads_image_vectors: bool = False
     decodes_tokens: bool = False  # Whether postprocess needs the tokenizer
     request_rows: int | None = None  # Maximum number of rows in a request; None for the batch size
     # Default maximum number of tokens in a model row; None for the model's limit.
@@ -224,3 +227,15 @@ class Task:
 
 TEXT = Tensor("text", "BYTES", (1,))
 TEXT_PAIR = Tensor("text_pair", "BYTES", (1,))
+IMAGE = Tensor("image", "BYTES", (1,), content="image")
+
+
+def has_image_processor(info: ModelInfo) -> None:
+    """Raise a `UserError` if the model has no image processor."""
+    if info.image is None:
+        raise UserError(
+            "model.source",
+            "must hold an image processor (preprocessor_config.json)",
+            given=f"{info.architecture} without one",
+            remedy="Save the model's image processor into the folder",
+        )

@@ -175,7 +175,8 @@ def _graph(
                 given=info.architecture,
                 remedy="Save the model's image processor into the folder",
             )
-        return CoreGraph(ImageCore(model, info.image), returned, (0,))
+        pooling = info.pooling[0] if core.returns == "vector" else ""
+        return CoreGraph(ImageCore(model, info.image, pooling), returned, (0,))
     from triptych.core.export.layout_check import find_text_core
 
     names = [tensor.name for tensor in inputs]

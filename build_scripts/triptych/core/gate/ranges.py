@@ -17,9 +17,10 @@ from triptych.core.requests import hash_inputs, hash_rows, rows_of
 from triptych.repository.render import Ranges
 from triptych.runtime.decode_embeddings import RANGES_FILE, to_unit_length
 from triptych.runtime.row_metadata import OUTSIDE, unpack_metadata
-from triptych.tasks.catalog import multi_vector_embedding, text_embedding
+from triptych.tasks.catalog import image_embedding, multi_vector_embedding, text_embedding
 
 CODE = ("core/gate/ranges.py", "core/gate/reference.py", "runtime/decode_embeddings.py")
+_TASKS = tuple(each.TASK.name for each in (image_embedding, multi_vector_embedding, text_embedding))
 MULTIPLE = 128
 """Multiples of this number are sizes of vectors, as well as powers of two."""
 
@@ -30,7 +31,7 @@ def find_ranges(inputs: PipelineInputs, progress: Progress) -> Ranges | None:
     None for tasks without the encodings. A single vector has no ranges, so it gives no sizes.
     """
     plan = inputs.plan
-    if plan.task.name not in (text_embedding.TASK.name, multi_vector_embedding.TASK.name):
+    if plan.task.name not in _TASKS:
         return None
     texts = {hash_inputs(request.sent) for request in inputs.requests if not request.edge}
     # Prompted requests are edge cases of the gate, with texts of the traffic.

@@ -24,6 +24,7 @@ from triptych.base.tensors import TokenRow
 from triptych.core.export.own_graph import open_own_model
 from triptych.core.inputs import PipelineInputs
 from triptych.core.requests import GateRequest, Sample, core_feed, hash_rows, rows_of
+from triptych.models.image_vectors import pooled
 from triptych.models.info import Activation, Loader, ModelInfo
 from triptych.models.roles import ROLES
 from triptych.models.source import CODE as MODEL_CODE
@@ -139,6 +140,8 @@ def _model_outputs(
                 results = [output.start_logits[0], output.end_logits[0]]
             elif isinstance(sample, TokenRow) and core.reads == "mask":
                 results = [output.logits[0, _mask_place(sample, info)]]
+            elif core.returns == "vector":
+                results = [pooled(output, info.pooling[0])[0]]
             else:
                 results = [output.logits[0]]
             activation = _activation(info, core)

@@ -377,7 +377,7 @@ def _describe_model(plan: Plan) -> Described:
     }
     for name, settings in info.modules.items():
         described[name] = ", ".join(f"{key} {value}" for key, value in settings.items())
-    if plan.core.reads == "pooled" and not plan.task.modules:
+    if plan.core.returns == "vector" and not plan.task.modules:
         described |= {"pooling": "+".join(info.pooling), "vector": info.embedding_size}
     if info.labels:
         some = ", ".join(info.labels[:8]) + (", …" if len(info.labels) > 8 else "")

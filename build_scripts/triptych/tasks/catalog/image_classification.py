@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from triptych.base.errors import UserError
-from triptych.base.tensors import Tensor
 from triptych.models.info import ModelInfo
 from triptych.tasks.classes import (
     BEST_CHOICES,
@@ -16,7 +14,7 @@ from triptych.tasks.classes import (
 )
 from triptych.tasks.compare import LABEL_METRICS, compare_labels
 from triptych.tasks.labeled import LABEL_ACCURACY
-from triptych.tasks.task import Core, Parameters, Task
+from triptych.tasks.task import IMAGE, Core, Parameters, Task, has_image_processor
 
 
 def _core(info: ModelInfo, parameters: Parameters) -> Core:
@@ -25,18 +23,12 @@ def _core(info: ModelInfo, parameters: Parameters) -> Core:
 
 def _check(info: ModelInfo) -> None:
     has_labels(info)
-    if info.image is None:
-        raise UserError(
-            "model.source",
-            "must hold an image processor (preprocessor_config.json)",
-            given=f"{info.architecture} without one",
-            remedy="Save the model's image processor into the folder",
-        )
+    has_image_processor(info)
 
 
 TASK = Task(
     name="image-classification",
-    inputs=(Tensor("image", "BYTES", (1,), content="image"),),
+    inputs=(IMAGE,),
     outputs=CHOICES,
     rows="rows_image.ImageRowMaker",
     decode=CLASS_DECODER,

@@ -28,13 +28,17 @@ ENCODINGS = ("float", "int8", "uint8", "binary", "ubinary")
 """Output types of embeddings, with the names of sentence-transformers except for float32."""
 
 
-def _parameters(info: ModelInfo) -> Mapping[str, Rule]:
-    rules = {
+def vector_parameters(info: ModelInfo) -> Mapping[str, Rule]:
+    """Return the rules of the parameters that `EmbeddingDecoder` reads."""
+    return {
         "dimensions": Rule("int", min=1, max=info.embedding_size),
         "normalize_embeddings": Rule("bool"),
         "encoding": Rule("str", default="float", choices=ENCODINGS),
     }
-    return {**rules, **prompt_rules(info)}
+
+
+def _parameters(info: ModelInfo) -> Mapping[str, Rule]:
+    return {**vector_parameters(info), **prompt_rules(info)}
 
 
 TASK = Task(

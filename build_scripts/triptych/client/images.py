@@ -1,0 +1,57 @@
+"""Images of callers as the bytes of files, which the pipelines take."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych.client.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Images = Sequence["bytes | str | Path | Image | NDArray[Any]"]
+"""Bytes of files, paths, images of Pillow, or arrays UINT8 ``[height, width]`` of gray or
+``[height, width, 3 or 4]`` of RGB or RGBA."""
+
+
+def encode_images(images: Images) -> list[bytes]:
+    """Return the bytes of each image; images of Pillow and arrays become PNG files.
+
+    Raises:
+        InvalidRequestError: A file cannot be read, or a value is not an image.
+    """
+    if isinstance(images, bytes | str | Path):
+        raise _error("must be a sequence of images", images, "Put the image into a list")
+    return [_encode(image, f"images[{index}]") for index, image in enumerate(images)]
+
+
+def _encode(image: Any, name: str) -> bytes:
+    if isinstance(image, bytes):
+        return image
+    try:
+        if isinstance(image, str | Path):
+            return Path(image).read_bytes()
+        if isinstance(image, np.ndarray):
+            if image.dtype != np.uint8:
+                raise TypeError(f"an array of {image.dtype} instead of uint8")
+            from PIL import Image
+
+            image = Image.fromarray(image)
+        if not hasattr(image, "getexif"):
+            raise TypeError(type(image).__name__)
+        file = io.BytesIO()
+        image.save(file, "PNG", exif=image.getexif())
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        rule = f"must have the bytes, the path or the pixels of an image at `{name}`"
+        raise _error(rule, error, "Send the bytes of its file") from error
+    return file.getvalue()
+
+
+def _error(rule: str, given: object, remedy: str) -> InvalidRequestError:
+    return InvalidRequestError(f"`images` {rule}. Given: {str(given)[:120]}. {remedy}.")

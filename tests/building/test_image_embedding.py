@@ -1,0 +1,117 @@
+"""Vectors of images on a real tritonserver, equal to those of transformers."""
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.support.image_models import KINDS, save_image_model
+from tests.support.mistakes import refusal
+from tests.support.project import build_into, selected_names
+from tests.support.task_reference import image_bytes
+from triptych.client import Client, InvalidRequestError
+from triptych.serving.server import Server
+
+pytestmark = [pytest.mark.server, pytest.mark.build]
+IMAGES = image_bytes()
+EVERYDAY = ("dinov2", "clip")
+"""Models that are served in each run; the others are for the long tests."""
+POOLINGS = {"vit_head": "cls"}
+CASES = [pytest.param(name, marks=() if name in EVERYDAY else pytest.mark.long) for name in KINDS]
+
+
+def write_pipeline(folder: Path, kind: str, images: Sequence[bytes] = IMAGES, **more: Any) -> Path:
+    """Write a model of a kind and a pipeline with images as traffic; return its folder."""
+    folder.mkdir(parents=True)
+    spec = {"task": "image-embedding", "model": {"source": "model"}, **more}
+    (folder / "pipeline.yaml").write_text(json.dumps(spec))
+    save_image_model(kind, folder / "model")
+    for number, data in enumerate(images):
+        (folder / f"{number}.img").write_bytes(data)
+    rows = [json.dumps({"image": f"{number}.img"}) for number in range(len(images))]
+    (folder / "traffic.jsonl").write_text("\n".join(rows))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def repository(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("images")
+    for kind in [each for each in KINDS if each in selected_names(request)]:
+        folder = write_pipeline(base / "pipelines" / kind, kind)
+        built = build_into(folder, base / "repository")
+        assert built.plan.info.pooling == (POOLINGS.get(kind, "pooler"),)
+    return base / "repository"
+
+
+def reference(folder: Path, images: Sequence[bytes]) -> NDArray[np.float32]:
+    """Return the vectors that transformers computes of images one by one."""
+    import torch
+    from PIL import Image
+    from transformers import AutoImageProcessor, AutoModel
+    from transformers.image_utils import load_image
+
+    processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    model = AutoModel.from_pretrained(folder).eval()
+    vectors = []
+    with torch.inference_mode():
+        for data in images:
+            image = load_image(Image.open(io.BytesIO(data)))
+            inputs = processor(images=image, return_tensors="pt")
+            if hasattr(model, "get_image_features"):
+                vector = model.get_image_features(**inputs).pooler_output
+            elif folder.parent.name in POOLINGS:
+                vector = model(**inputs).last_hidden_state[:, 0]
+            else:
+                vector = model(**inputs).pooler_output
+            vectors.append(vector.flatten().numpy())
+    return np.stack(vectors)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_vectors_are_those_of_transformers(server: Server, repository: Path, name: str) -> None:
+    from PIL import Image
+
+    wanted = reference(repository.parent / "pipelines" / name / "model", IMAGES)
+    with Client(name, server.grpc_url) as client:
+        together = client.embed_images(IMAGES)
+        alone = [client.embed_images([data])[0] for data in IMAGES]
+        unit = client.embed_images(IMAGES, normalize_embeddings=True)
+        short = client.embed_images(IMAGES, dimensions=8)
+        signs = client.embed_images(IMAGES, encoding="ubinary")
+        first = repository.parent / "pipelines" / name / "0.img"
+        opened = Image.open(io.BytesIO(IMAGES[1]))
+        forms = client.embed_images([first, str(first), opened, np.asarray(opened)])
+        assert client.embed_images([]).shape == (0, wanted.shape[1])
+        results = client.embed_images_each([IMAGES[0], b"no image", IMAGES[1]])
+        with pytest.raises(InvalidRequestError, match=r"images\[1\]"):
+            client.embed_images([IMAGES[0], 3])
+    difference = max(np.abs(each - wanted).max() for each in (together, np.stack(alone)))
+    print(f"{name}: {difference:.1e}")
+    assert difference <= 1e-5
+    lengths = np.linalg.norm(wanted, axis=1, keepdims=True)
+    assert np.abs(unit - wanted / lengths).max() <= 1e-5
+    assert short.shape == (len(IMAGES), 8)
+    assert (signs == np.packbits(wanted > 0, axis=1)).mean() > 0.99
+    assert np.abs(forms - wanted[[0, 0, 1, 1]]).max() <= 1e-5
+    assert [isinstance(each, Exception) for each in results] == [False, True, False]
+    good = [each for each in results if not isinstance(each, Exception)]
+    assert np.abs(np.stack(good) - wanted[:2]).max() <= 1e-5
+    similar = wanted @ wanted.T / (lengths * lengths.T)
+    assert similar.min() < 0.999  # the model tells images apart
+
+
+def test_a_pooling_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
+    for kind, pooling, rule in (
+        ("vit_head", "pooler", "must be one of cls, mean"),
+        ("convnext", "cls", "must be one of pooler, mean"),
+        ("clip", "mean", "must be one of pooler"),
+    ):
+        folder = write_pipeline(tmp_path / kind, kind, image={"pooling": pooling})
+        error = refusal(build_into, folder, tmp_path / "repository")
+        assert (error.field, error.given) == ("image.pooling", pooling)
+        assert error.rule.startswith(rule)

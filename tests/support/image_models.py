@@ -1,0 +1,105 @@
+"""Small random-weight models with vectors of images, with their own image processors."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "initializer_range": 0.1,
+}
+PATCHES = {**SMALL, "image_size": 32, "patch_size": 8}
+SIZE = {"size": {"height": 32, "width": 32}}
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "vit": {"image_processor_type": "ViTImageProcessor", **SIZE},
+    "dinov2": {
+        "image_processor_type": "BitImageProcessor",
+        "size": {"shortest_edge": 36},
+        "crop_size": {"height": 32, "width": 32},
+        "resample": 3,
+        "image_mean": [0.485, 0.456, 0.406],
+        "image_std": [0.229, 0.224, 0.225],
+    },
+    "convnext": {
+        "image_processor_type": "ConvNextImageProcessor",
+        "size": {"shortest_edge": 32},
+        "crop_pct": 0.875,
+    },
+    "clip": {
+        "image_processor_type": "CLIPImageProcessor",
+        "size": {"shortest_edge": 32},
+        "crop_size": {"height": 32, "width": 32},
+    },
+    "siglip": {"image_processor_type": "SiglipImageProcessor", "resample": 3, **SIZE},
+}
+
+
+def save_image_model(kind: str, folder: Path) -> Path:
+    """Save a model of a kind in `KINDS` with its processor, and return its folder."""
+    import transformers
+
+    torch.manual_seed(5)
+    model = KINDS[kind]().eval()
+    model.save_pretrained(folder)
+    settings = PROCESSORS[kind.partition("_")[0]]
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
+    processor.save_pretrained(folder)
+    return folder
+
+
+def _vit(*, head: bool = False) -> Any:
+    from transformers import ViTConfig, ViTForImageClassification, ViTModel
+
+    config = ViTConfig(**PATCHES)
+    return ViTForImageClassification(config) if head else ViTModel(config)
+
+
+def _dinov2() -> Any:
+    from transformers import Dinov2Config, Dinov2Model
+
+    return Dinov2Model(Dinov2Config(**PATCHES, mlp_ratio=2))
+
+
+def _convnext() -> Any:
+    from transformers import ConvNextConfig, ConvNextModel
+
+    config = ConvNextConfig(
+        hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 1, 1], image_size=32, initializer_range=0.1
+    )
+    return ConvNextModel(config)
+
+
+TEXTS = {**SMALL, "vocab_size": 800, "max_position_embeddings": 64}
+"""Settings of the text side; ids of the tokenizer of `byte_pairs`."""
+
+
+def _clip() -> Any:
+    from transformers import CLIPConfig, CLIPModel
+
+    texts = {**TEXTS, "bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}
+    config = CLIPConfig(text_config=texts, vision_config=PATCHES, projection_dim=24)
+    return CLIPModel(config)
+
+
+def _siglip() -> Any:
+    from transformers import SiglipConfig, SiglipModel
+
+    texts = {**TEXTS, "projection_size": 32}
+    return SiglipModel(SiglipConfig(text_config=texts, vision_config=PATCHES))
+
+
+KINDS = {
+    "dinov2": _dinov2,
+    "vit": _vit,
+    "vit_head": lambda: _vit(head=True),
+    "convnext": _convnext,
+    "clip": _clip,
+    "siglip": _siglip,
+}
+"""A name that begins with that of a processor, and what makes the model."""
