@@ -12,13 +12,14 @@ from numpy.typing import NDArray
 
 from tests.support.image_models import KINDS, save_image_model
 from tests.support.mistakes import refusal
-from tests.support.project import build_into, selected_names
+from tests.support.project import build_into, selected_names, traffic_texts
 from tests.support.task_reference import image_bytes
 from triptych.client import Client, InvalidRequestError
 from triptych.serving.server import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.build]
 IMAGES = image_bytes()
+TEXTS = [*traffic_texts()[:12], "", "a <|endoftext|> within", "word " * 90, "Ärger 漢字 🙂"]
 EVERYDAY = ("dinov2", "clip")
 """Models that are served in each run; the others are for the long tests."""
 POOLINGS = {"vit_head": "cls"}
@@ -38,6 +39,16 @@ def write_pipeline(folder: Path, kind: str, images: Sequence[bytes] = IMAGES, **
     return folder
 
 
+def write_texts(folder: Path, model: Path) -> Path:
+    """Write a pipeline for the texts of a model with texts as traffic; return its folder."""
+    folder.mkdir(parents=True)
+    spec = {"task": "text-embedding", "model": {"source": str(model)}}
+    (folder / "pipeline.yaml").write_text(json.dumps(spec))
+    rows = [json.dumps({"text": text}) for text in TEXTS]
+    (folder / "traffic.jsonl").write_text("\n".join(rows))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def repository(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("images")
@@ -45,6 +56,9 @@ def repository(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         folder = write_pipeline(base / "pipelines" / kind, kind)
         built = build_into(folder, base / "repository")
         assert built.plan.info.pooling == (POOLINGS.get(kind, "pooler"),)
+        if kind == "clip":
+            texts = write_texts(base / "pipelines/clip_text", folder / "model")
+            assert build_into(texts, base / "repository").plan.layout == "packed"
     return base / "repository"
 
 
@@ -103,6 +117,31 @@ def test_vectors_are_those_of_transformers(server: Server, repository: Path, nam
     assert np.abs(np.stack(good) - wanted[:2]).max() <= 1e-5
     similar = wanted @ wanted.T / (lengths * lengths.T)
     assert similar.min() < 0.999  # the model tells images apart
+
+
+def test_the_texts_of_clip_have_vectors_in_the_space_of_its_images(
+    server: Server, repository: Path
+) -> None:
+    import torch
+    from transformers import AutoTokenizer, CLIPModel
+
+    folder = repository.parent / "pipelines/clip/model"
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), CLIPModel.from_pretrained(folder)
+    wanted = []
+    with torch.inference_mode():
+        for text in TEXTS:
+            inputs = tokenizer(text, truncation=True, return_tensors="pt")
+            wanted.append(model.get_text_features(**inputs).pooler_output[0].numpy())
+        padded = tokenizer(TEXTS, truncation=True, padding=True, return_tensors="pt")
+        batch = model.get_text_features(**padded).pooler_output.numpy()
+    with Client("clip_text", server.grpc_url) as client:
+        together = client.embed(TEXTS)
+        alone = [client.embed([text])[0] for text in TEXTS]
+    with Client("clip", server.grpc_url) as client:
+        assert client.embed_images(IMAGES[:1]).shape[1] == together.shape[1] == 24
+    difference = max(np.abs(each - wanted).max() for each in (together, np.stack(alone), batch))
+    print(f"clip_text: {difference:.1e}")
+    assert difference <= 1e-5
 
 
 def test_a_pooling_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:

@@ -50,6 +50,8 @@ def save_image_model(kind: str, folder: Path) -> Path:
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
     processor.save_pretrained(folder)
+    if kind == "clip":
+        _clip_tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -76,13 +78,30 @@ def _convnext() -> Any:
 
 
 TEXTS = {**SMALL, "vocab_size": 800, "max_position_embeddings": 64}
-"""Settings of the text side; ids of the tokenizer of `byte_pairs`."""
+"""Settings of the text side."""
+
+
+def _clip_tokenizer() -> Any:
+    """Return a tokenizer of CLIP whose tokens are characters."""
+    from transformers import CLIPTokenizer
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    letters = sorted(bytes_to_unicode().values())
+    tokens = [*letters, *(f"{letter}</w>" for letter in letters), *CLIP_MARKS]
+    return CLIPTokenizer(
+        vocab={token: number for number, token in enumerate(tokens)},
+        merges=[],
+        model_max_length=TEXTS["max_position_embeddings"],
+    )
+
+
+CLIP_MARKS = ("<|startoftext|>", "<|endoftext|>")
 
 
 def _clip() -> Any:
     from transformers import CLIPConfig, CLIPModel
 
-    texts = {**TEXTS, "bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}
+    texts = {**TEXTS, "bos_token_id": 512, "pad_token_id": 513, "eos_token_id": 513}
     config = CLIPConfig(text_config=texts, vision_config=PATCHES, projection_dim=24)
     return CLIPModel(config)
 

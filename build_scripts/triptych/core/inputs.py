@@ -43,7 +43,7 @@ from triptych.spec.tuned import Tuned, describe_tuned, read_tuned
 from triptych.tasks.catalog import find_task, text_classification, text_embedding
 from triptych.tasks.catalog.reranking import with_logit_score
 from triptych.tasks.catalog.text_classification import PAIR_CLASSIFICATION
-from triptych.tasks.catalog.text_embedding import FLOAT_EMBEDDING
+from triptych.tasks.catalog.text_embedding import FLOAT_EMBEDDING, with_text_tower
 from triptych.tasks.classes import with_class_scores, with_threshold
 from triptych.tasks.labeled import LabeledRow
 from triptych.tasks.prompts import PROMPT, ROLE
@@ -261,6 +261,7 @@ def read_inputs(spec: PipelineSpec, progress: Progress) -> PipelineInputs:
     progress("source", f"{info.architecture}, from {spec.model.source}")
     task.check(info)
     task, info = with_logit_score(task, info)
+    task = with_text_tower(task, info)
     info = _with_length(info, spec, task, progress)
     _warn_of_labels(info, task, progress)
     task = with_threshold(task, info, spec.parameters)

@@ -20,6 +20,13 @@ IMAGE_TOWERS = {"CLIPModel": "CLIPVisionModelWithProjection", "SiglipModel": "Si
 `get_image_features`."""
 
 
+TEXT_TOWERS = {"CLIPModel": "CLIPTextModelWithProjection"}
+"""Class of the text side of such a model. Its results are those of `get_text_features`."""
+
+EOS = "eos"
+"""Pooling of the text side: the first token that ends a text."""
+
+
 def image_class(architecture: str) -> str:
     """Return the class of transformers that loads a model for vectors of images."""
     return IMAGE_TOWERS.get(architecture, "AutoModel")

@@ -90,8 +90,10 @@ def model_class(folder: Path, auto_class: str) -> type[PreTrainedModel]:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    found: type[PreTrainedModel] = getattr(transformers, auto_class)._model_mapping[type(config)]
-    return found
+    found = getattr(transformers, auto_class)
+    mapping = getattr(found, "_model_mapping", None)  # a class of one family has none
+    chosen: type[PreTrainedModel] = found if mapping is None else mapping[type(config)]
+    return chosen
 
 
 def _mismatch(

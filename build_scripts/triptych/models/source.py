@@ -23,8 +23,8 @@ from triptych.base.errors import Progress, UserError
 from triptych.base.files import parse_yaml
 from triptych.models.adapter import refuse_adapter
 from triptych.models.fields import ModelSource, TokenizerSource
-from triptych.models.image_vectors import ImagePooling, read_image_vectors
-from triptych.models.info import Activation, ImageInfo, Loader, LogitScore, ModelInfo, Role
+from triptych.models.image_vectors import EOS, TEXT_TOWERS, ImagePooling, read_image_vectors
+from triptych.models.info import Activation, Dense, ImageInfo, Loader, LogitScore, ModelInfo, Role
 from triptych.models.roles import read_roles
 from triptych.models.settings import read_prompts, read_saved
 from triptych.models.text import (
@@ -339,6 +339,9 @@ def read_model_info(
     image = _image_info(folder) if for_images else None
     architecture = (config.get("architectures") or [config.get("model_type", "unknown")])[0]
     hidden_size = 0 if image else _hidden_size(folder, config)
+    if not image and architecture in TEXT_TOWERS:
+        projection = _setting(folder, config, "projection_dim", whole=True)
+        pooling, head = (EOS,), (Dense("", hidden_size, projection, False, ""),)
     if image and vectors_by is not None:
         found, hidden_size = read_image_vectors(folder, architecture, image, vectors_by or None)
         pooling, head = (found,), ()
@@ -492,8 +495,11 @@ def _hidden_size(folder: Path, config: ModelConfig) -> int:
     return size
 
 
-def _setting(folder: Path, config: ModelConfig, name: str) -> Any:
-    """Return a setting by its usual name; transformers knows each model's own name and default."""
+def _setting(folder: Path, config: ModelConfig, name: str, *, whole: bool = False) -> Any:
+    """Return a setting by its usual name; transformers knows each model's own name and default.
+
+    It is that of the text side in a model of texts and images, unless it is of the `whole`.
+    """
     own: Mapping[str, object] = config
     if name in own:
         return own[name]
@@ -501,7 +507,8 @@ def _setting(folder: Path, config: ModelConfig, name: str) -> Any:
 
     try:
         config_of = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        return getattr(config_of, name, None)
+        is_tower = not whole and (config.get("architectures") or [""])[0] in TEXT_TOWERS
+        return getattr(config_of.text_config if is_tower else config_of, name, None)
     except Exception as error:
         raise UserError(
             str(folder / "config.json"),

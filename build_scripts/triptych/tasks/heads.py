@@ -172,6 +172,27 @@ class SeveralHeads(nn.Module):
         return self.of_row(hidden, rows), *(module(hidden) for module in self.of_tokens)
 
 
+class TowerHead(nn.Module):
+    """Head of the text side of a model of texts and images: the projection of the end of a text."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.projection: nn.Module = model.text_projection
+        # As in transformers: the first of the tokens with the highest id, for older configs.
+        self.eos_token_id = None if model.config.eos_token_id == 2 else model.config.eos_token_id
+
+    def forward(self, hidden: Tensor, rows: RowMembership) -> Tensor:
+        """Return FP32 ``[B, dim]`` for FP32 ``[R, N, H]``."""
+        end: Tensor | int | None = self.eos_token_id
+        if end is None:
+            end = torch.where(rows.member, rows.ids, -1).amax(1, keepdim=True)
+        ends = rows.member & (rows.ids == end)
+        first = -torch.where(ends, -rows.position, -(2**31)).amax(1, keepdim=True)
+        weight = (ends & (rows.position == first)).to(hidden.dtype)
+        vector: Tensor = self.projection(weighted(weight, hidden))
+        return vector
+
+
 class TokenHead(nn.Module):
     """Head of a model with a vector for each token: Dense and Normalize modules."""
 

@@ -140,6 +140,8 @@ def _model_outputs(
                 results = [output.start_logits[0], output.end_logits[0]]
             elif isinstance(sample, TokenRow) and core.reads == "mask":
                 results = [output.logits[0, _mask_place(sample, info)]]
+            elif core.returns == "vector" and isinstance(sample, TokenRow):
+                results = [output.text_embeds[0]]
             elif core.returns == "vector":
                 results = [pooled(output, info.pooling[0])[0]]
             else:

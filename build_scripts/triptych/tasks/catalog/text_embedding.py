@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from triptych.base.tensors import Tensor
+from triptych.models.image_vectors import TEXT_TOWERS
 from triptych.models.info import ModelInfo
 from triptych.tasks.labeled import SIMILARITY_CORRELATION
 from triptych.tasks.metrics_vectors import (
@@ -15,13 +17,34 @@ from triptych.tasks.metrics_vectors import (
     compare_vectors,
 )
 from triptych.tasks.prompts import prompt_rules, prompt_settings
-from triptych.tasks.task import TEXT, Core, Parameters, Rule, Task, View
+from triptych.tasks.task import TEXT, Core, HeadContext, Parameters, Rule, Task, View
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def _core(info: ModelInfo, parameters: Parameters) -> Core:
     # Not called `embedding`: the exporter uses that name for a value inside the graph.
     vector = Tensor("sentence_embedding", "FP32", (info.embedding_size,))
     return Core(auto_class="AutoModel", reads="pooled", returns="vector", outputs=(vector,))
+
+
+def with_text_tower(task: Task, info: ModelInfo) -> Task:
+    """Return the task for the text side of a model of texts and images, as transformers has it."""
+    auto_class = TEXT_TOWERS.get(info.architecture, "")
+    if task.loader != TASK.loader or not auto_class:
+        return task
+
+    def core(info: ModelInfo, parameters: Parameters) -> Core:
+        return replace(_core(info, parameters), auto_class=auto_class)
+
+    return replace(task, core=core, head=_tower_head, loader="")
+
+
+def _tower_head(context: HeadContext) -> nn.Module:
+    from triptych.tasks.heads import TowerHead
+
+    return TowerHead(context.model)
 
 
 ENCODINGS = ("float", "int8", "uint8", "binary", "ubinary")
