@@ -40,22 +40,25 @@ class ArrowColumns:
 
     Args:
         columns: Columns of results.
+        fixed: Whether vectors have a fixed size. Arrow reads no such vector from a Parquet file in
+            which one is null.
     """
 
-    def __init__(self, columns: Sequence[AnswerColumn]) -> None:
+    def __init__(self, columns: Sequence[AnswerColumn], *, fixed: bool = True) -> None:
         self._columns = columns
+        self._fixed = fixed
         self._sizes: dict[str, int] = {}  # Size of a vector by output
 
     def append(self, rows: pa.Table, answers: Answers) -> pa.Table:
         """Return `rows` with a column for each column of results; a row without a result is null.
 
-        Vectors of an encoding that was not requested have no column. Where all rows failed, vectors
-        have the type null, which joins with any other.
+        Vectors of a fixed size have no column for an encoding that was not requested. Where all
+        rows failed, they have the type null, which joins with any other.
         """
-        failed = None not in answers[ERROR]
+        every = not self._fixed or None not in answers[ERROR]
         for column in self._columns:
             values = answers[column.output]
-            if failed or any(values) or column.output not in _vector_outputs():
+            if every or any(values) or column.output not in _vector_outputs():
                 array = pa.array(values, self._type(column, values))
                 rows = rows.append_column(column.name, array)
         return rows
@@ -66,8 +69,8 @@ class ArrowColumns:
         kind = pa.string() if column.dtype is np.object_ else pa.from_numpy_dtype(column.dtype)
         if column.dims == (1,):
             return kind
-        sizes = [size or -1 for size in column.dims]
-        if column.output in _vector_outputs() and sizes[-1] < 0:
+        sizes = [(self._fixed and size) or -1 for size in column.dims]
+        if self._fixed and column.output in _vector_outputs() and sizes[-1] < 0:
             size = self._sizes.get(column.output, _last_size(values))
             if size is None:
                 return pa.null()

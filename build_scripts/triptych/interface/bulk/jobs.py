@@ -33,7 +33,15 @@ from triptych.client.generation import encode_inputs
 from triptych.client.plain import plain_outputs, request_parameter
 from triptych.client.streams import AsyncGeneration
 from triptych.client.wire import Parameter
-from triptych.interface.bulk.files import ERROR, UTF_8, AnswerColumn, Answers, RowChunk, Scan
+from triptych.interface.bulk.files import (
+    ERROR,
+    UTF_8,
+    AnswerColumn,
+    Answers,
+    RowChunk,
+    Scan,
+    check_columns,
+)
 from triptych.interface.bulk.sending import REQUESTS, BatchSizeTuner
 from triptych.interface.cli.rows import (
     TIMEOUT_S,
@@ -139,6 +147,20 @@ class BulkOptions(JobOptions):
             "encoding": self.encoding,
             "JSON in cells": self.json_cells,
         }
+
+
+def wanted_columns(
+    job: TensorJob | TextJob, options: JobOptions, scan: Scan, path: Path
+) -> dict[str, str]:
+    """Return the column by input, and by ``parameters.NAME``, that is read of each row.
+
+    Raises:
+        UserError: The file at `path` does not have a column.
+    """
+    given = {f"{PARAMETERS}.{key}": name for key, name in options.parameter_columns.items()}
+    wanted = {**job.wanted(scan), **given}
+    check_columns(wanted, scan, path)
+    return wanted
 
 
 def prepare(chunk: RowChunk, options: JobOptions) -> RowChunk:

@@ -17,6 +17,7 @@ from triptych.interface.bulk.writers import rows_of
 try:
     import pyarrow as pa
     import pyarrow.parquet as pq
+    from pyarrow.fs import FileSystem
 except ImportError as error:
     raise UserError(
         "--file, --out",
@@ -32,18 +33,27 @@ _GROUP_ROWS = 10_000
 class Parquet:
     """A parquet file, read a row group's batches at a time.
 
+    Args:
+        path: File.
+        store: File system of the path; None for that of this machine.
+        groups: First row group and the one after the last; None for all.
+
     Attributes:
         schema: Its columns with their types, and its metadata.
     """
 
     suffix = ".parquet"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self, path: Path, store: FileSystem | None = None, groups: tuple[int, int] | None = None
+    ) -> None:
         self.path = path
+        self._store = store
         try:
-            with pq.ParquetFile(path) as file:
+            with pq.ParquetFile(path, filesystem=store) as file:
                 self.schema = file.schema_arrow
-                self._count = file.metadata.num_rows
+                self._groups = range(*(groups or (0, file.num_row_groups)))
+                self._count = sum(file.metadata.row_group(at).num_rows for at in self._groups)
         except pa.ArrowException as error:
             raise _not_parquet(path, error) from error
 
@@ -61,8 +71,8 @@ class Parquet:
 
     def _batches(self, size: int) -> Iterator[pa.RecordBatch]:
         try:
-            with pq.ParquetFile(self.path) as file:
-                yield from file.iter_batches(batch_size=size)
+            with pq.ParquetFile(self.path, filesystem=self._store) as file:
+                yield from file.iter_batches(size, self._groups)
         except (pa.ArrowException, OSError) as error:
             raise _not_parquet(self.path, error) from error
 
@@ -77,11 +87,7 @@ class ParquetWriter:
     def encode(
         self, chunk: RowChunk, columns: Sequence[AnswerColumn], answers: Answers
     ) -> pa.RecordBatch:
-        if isinstance(chunk.original, pa.RecordBatch):
-            own = chunk.original.columns
-        else:
-            rows = rows_of(chunk)
-            own = [_texts([row.values.get(name) for row in rows]) for name in self._schema.names]
+        own = _original(chunk, self._schema.names).columns
         schema = self._extended(columns)
         added = []
         for column in columns:
@@ -113,6 +119,59 @@ class ParquetWriter:
     def _extended(self, columns: Sequence[AnswerColumn]) -> pa.Schema:
         added = [pa.field(column.name, _type(column)) for column in columns]
         return pa.schema([*self._schema, *added], self._schema.metadata)
+
+
+class PartWriter:
+    """One parquet file of rows, whose columns of results have any type.
+
+    Args:
+        table: Rows that are read.
+        names: Names of its columns.
+        out: File that is written.
+    """
+
+    def __init__(self, table: Table, names: Sequence[str], out: Path) -> None:
+        text = pa.schema([pa.field(name, pa.string()) for name in names])
+        self._schema = table.schema if isinstance(table, Parquet) else text
+        self._names, self._out = names, out
+        self._waiting: list[pa.Table] = []
+        self._file: pq.ParquetWriter | None = None
+
+    def original(self, chunk: RowChunk) -> pa.Table:
+        """Return the rows of a chunk without results."""
+        return pa.Table.from_batches([_original(chunk, self._names)])
+
+    def add(self, rows: pa.Table) -> None:
+        """Write rows, some of them later."""
+        self._waiting.append(rows)
+        if sum(table.num_rows for table in self._waiting) >= _GROUP_ROWS:
+            self._write()
+
+    def __enter__(self) -> PartWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and (self._waiting or self._file is None):
+            self._write()
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self) -> None:
+        tables = self._waiting or [self._schema.empty_table()]
+        rows = pa.concat_tables(tables)
+        self._waiting = []
+        if self._file is None:
+            self._file = pq.ParquetWriter(self._out, rows.schema)
+        self._file.write_table(rows)
+
+
+def _original(chunk: RowChunk, names: Sequence[str]) -> pa.RecordBatch:
+    """Return the rows of a chunk: those of Arrow with their types, others as text."""
+    if isinstance(chunk.original, pa.RecordBatch):
+        return chunk.original
+    rows = rows_of(chunk)
+    texts = [_texts([row.values.get(name) for row in rows]) for name in names]
+    return pa.RecordBatch.from_arrays(texts, names=list(names))
 
 
 def _not_parquet(path: Path, error: Exception) -> UserError:

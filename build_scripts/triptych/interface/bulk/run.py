@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -28,14 +28,12 @@ from triptych.interface.bulk.files import (
     AnswerColumn,
     RowChunk,
     Table,
-    check_columns,
     name_columns,
     open_rows,
 )
-from triptych.interface.bulk.jobs import BulkOptions, open_job, prepare
+from triptych.interface.bulk.jobs import BulkOptions, open_job, prepare, wanted_columns
 from triptych.interface.bulk.sending import BatchSizeTuner, ChunkSender, send_chunks
 from triptych.interface.bulk.writers import OUTPUTS, Writer, open_writer
-from triptych.spec.traffic import PARAMETERS
 
 
 def open_table(path: Path, out: Path, *, encoding: str = UTF_8, suffix: str | None = None) -> Table:
@@ -175,10 +173,6 @@ class BulkProgress:
         """Rows per second of this run."""
         return (self.done - self.earlier) / self.seconds if self.seconds else 0.0
 
-    def as_dict(self) -> dict[str, object]:
-        """Return plain data, for ``--json``."""
-        return {**asdict(self), "rows_per_s": round(self.rows_per_s, 1)}
-
 
 def run(options: BulkOptions, report: Callable[[BulkProgress], None]) -> BulkProgress:
     """Send every row of a file and write the rows with their results.
@@ -234,18 +228,14 @@ class _Run:
             job = await open_job(options, stack)
             outputs = [*job.outputs, AnswerColumn(ERROR, ERROR)]
             scan = self._table.scan()
-            wanted = job.wanted(scan)
-            given = {f"{PARAMETERS}.{key}": name for key, name in options.parameter_columns.items()}
-            check_columns({**wanted, **given}, scan, options.file)
+            wanted = wanted_columns(job, options, scan, options.file)
             self._writer = open_writer(
                 self._table, scan, options.out, job.outputs, json_cells=options.json_cells
             )
             columns = name_columns(options.pipeline, outputs, scan.columns)
             senders = {size: await job.open_sender(size, stack) for size in job.batch_sizes.sizes}
             with self._parts.locked(options.identity()):
-                read = self._table.chunks(
-                    {**wanted, **given}, job.chunk_rows, self._parts.done().rows
-                )
+                read = self._table.chunks(wanted, job.chunk_rows, self._parts.done().rows)
                 chunks = (prepare(chunk, options) for chunk in read)
                 progress = await self._send_all(
                     senders, job.batch_sizes, chunks, columns, scan.rows

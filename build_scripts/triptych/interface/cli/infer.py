@@ -30,6 +30,7 @@ from triptych.interface.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from triptych.interface.bulk.cluster import ClusterProgress
     from triptych.interface.bulk.run import BulkProgress
 
 
@@ -68,22 +69,25 @@ class FileOptions:
     """File of rows to send, and file for their answers."""
 
     file: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             "--file",
             "-f",
+            metavar="FILE",
             help="File of rows: .csv, .tsv, .parquet, .jsonl, or one text per line; - is standard "
-            "input. Default: none.",
+            "input. With --ray a folder, or a pattern such as 's3://bucket/part-*.parquet'. "
+            "Default: none.",
         ),
     ] = None
     out: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             "--out",
             "-o",
+            metavar="FILE",
             help="File for the rows of --file with their answers, in the format of its extension: "
             ".csv, .tsv, .jsonl, .parquet, or .npy for vectors alone; required for .csv, .tsv and "
-            ".parquet. Default: print the answers.",
+            ".parquet. With --ray a folder of Parquet files. Default: print the answers.",
         ),
     ] = None
     file_format: Annotated[
@@ -140,6 +144,33 @@ class FileOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RayOptions:
+    """Cluster that reads --file and writes --out."""
+
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|local|ADDRESS",
+            help="Cluster of Ray for --file; auto is the one of this machine or of RAY_ADDRESS, or "
+            "a new one, as local. Default: no cluster.",
+        ),
+    ] = None
+    repository: Annotated[
+        Path | None,
+        typer.Option(
+            "--repository",
+            "-r",
+            help="Model repository on every node, which --ray starts a server on for each GPU, or "
+            "each node without one. Default: use the server at --url.",
+        ),
+    ] = None
+    max_errors: Annotated[
+        int | None,
+        typer.Option(help="Number of failed rows after which --ray stops. Default: no limit."),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class PromptOptions:
     """Prompt to generate text for."""
 
@@ -190,6 +221,7 @@ def infer(
     name: Name,
     rows: RowOptions,
     table: FileOptions,
+    cluster: RayOptions,
     prompt: PromptOptions,
     request: RequestOptions,
     connection: ConnectionOptions,
@@ -212,8 +244,10 @@ def infer(
                 remedy="Keep one of them and remove the other inputs",
             )
         _generate(name, prompt, request, as_json=as_json)
+    elif cluster != RayOptions():
+        _infer_corpus(name, rows, table, cluster, request, as_json=as_json)
     elif table.out is not None:
-        _infer_file(name, rows, table, table.out, request, as_json=as_json)
+        _infer_file(name, rows, table, Path(table.out), request, as_json=as_json)
     else:
         _infer_rows(name, rows, table, request, as_json=as_json)
 
@@ -237,7 +271,11 @@ def _infer_file(
             "--out", "is only supported with --file", given=out, remedy="Add --file FILE"
         )
     constants = read_constants(rows.text or (), rows.text_pair or (), rows.image or ())
-    with _spooled(table.file) as source, _continued(out), show_progress("infer", "sending") as show:
+    with (
+        _spooled(Path(table.file)) as source,
+        _continued(out),
+        show_progress("infer", "sending") as show,
+    ):
         options = BulkOptions(
             name,
             request.url,
@@ -262,6 +300,58 @@ def _infer_file(
     _print_run(done, out, as_json)
 
 
+def _infer_corpus(
+    name: str,
+    rows: RowOptions,
+    table: FileOptions,
+    cluster: RayOptions,
+    request: RequestOptions,
+    *,
+    as_json: bool,
+) -> None:
+    """Let a cluster send the rows of files, and write them with their answers."""
+    from triptych.interface.bulk.cluster import ClusterOptions, run_on_cluster
+    from triptych.interface.cli.rows import read_constants
+
+    if cluster.ray is None or table.file is None or table.out is None:
+        raise UserError(
+            "--ray, --file, --out",
+            "are required together",
+            remedy="Add --ray auto, the files with --file, and a folder with --out",
+        )
+    options = ClusterOptions(
+        name,
+        request.url,
+        table.columns,
+        read_constants(rows.text or (), rows.text_pair or (), rows.image or ()),
+        request.parameters or (),
+        request.timeout_s,
+        _parse_columns(table.parameter_columns or ()),
+        table.empty,
+        file=table.file,
+        out=table.out,
+        address=cluster.ray,
+        repository=cluster.repository and cluster.repository.absolute(),
+        max_errors=cluster.max_errors,
+        encoding=table.encoding,
+        suffix=table.suffix,
+    )
+    with show_progress("infer", "sending") as show, sigterm_as_interrupt():
+        done = run_on_cluster(
+            options,
+            lambda now: show(
+                Count(
+                    now.done,
+                    now.parts,
+                    "parts",
+                    now.done / now.seconds,
+                    f", {now.rows_per_s:,.0f} rows/s, {now.failed:,} failed",
+                )
+            ),
+        )
+    _print_run(done, table.out, as_json)
+
+
 def _infer_rows(
     name: str, rows: RowOptions, table: FileOptions, request: RequestOptions, *, as_json: bool
 ) -> None:
@@ -282,7 +372,7 @@ def _infer_rows(
         )
     has_types = rows.values or table.file is not None
     types = find_row_types(name, request.url, request.limit_s) if has_types else {}
-    with nullcontext() if table.file is None else _spooled(table.file) as source:
+    with nullcontext() if table.file is None else _spooled(Path(table.file)) as source:
         read = read_input_rows(
             rows.text or (),
             rows.text_pair or (),
@@ -380,14 +470,14 @@ def _continued(out: Path) -> Iterator[None]:
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
-def _print_run(done: BulkProgress, out: Path, as_json: bool) -> None:
+def _print_run(done: BulkProgress | ClusterProgress, out: Path | str, as_json: bool) -> None:
     from triptych.base.formatting import amount
 
-    result = {"out": str(out), **done.as_dict()}
+    result = {"out": str(out), **asdict(done), "rows_per_s": round(done.rows_per_s, 1)}
     if done.failed:
         rows = amount(done.rows, "row")
         reasons = f"column `error` of {out} has the reasons"
-        if out.suffix.lower() == ".npy":
+        if str(out).lower().endswith(".npy"):
             reasons = f"their rows in {out} are NaN or 0; another format has the reasons"
         fail(as_json, result, f"{done.failed:,} of {rows}; {reasons}")
     if as_json:

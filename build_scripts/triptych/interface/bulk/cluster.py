@@ -1,0 +1,256 @@
+"""Bulk run on a cluster: Ray Data gives the parts of a corpus to processes that infer and write.
+
+A process that ends is replaced, and its part is written again under the same name.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from triptych.base.errors import UserError
+from triptych.base.extras import install_command
+from triptych.client import ServerUnreachableError
+from triptych.interface.bulk.arrow import ArrowColumns
+from triptych.interface.bulk.corpus import Output, Part, PartRecord, open_store, plan_parts
+from triptych.interface.bulk.files import ERROR, UTF_8, AnswerColumn, Table, name_columns, open_rows
+from triptych.interface.bulk.jobs import JobOptions, prepare, wanted_columns
+from triptych.interface.bulk.parquet import Parquet, PartWriter
+from triptych.interface.bulk.session import Session
+from triptych.repository.manifest import build_id
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+_ATTEMPTS = 3
+"""Number of attempts at a part while the server of its process ends."""
+_MAX_BLOCKS = 10_000
+_STORE_BYTES = 100_000_000
+"""Memory of Ray's object store in a local cluster; rows do not pass through it."""
+_MAX_REASONS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions(JobOptions):
+    """Options of a bulk run on a cluster."""
+
+    file: str  # Path or URI of the files, with ``*``
+    out: str  # Path or URI of the folder of results
+    address: str  # Address of the cluster; `auto`, or `local` for a cluster on this machine
+    repository: Path | None = None  # Folder of the model repository on each node; None: use `url`
+    build: str = ""  # ID of the build in the repository
+    max_errors: int | None = None  # Maximum number of failed rows; None for any number
+    encoding: str = UTF_8
+    suffix: str | None = None  # Extension of the files' format; None for their own
+    part_bytes: int = 32 << 20  # Size from which a Parquet file is divided
+
+
+@dataclass
+class ClusterProgress:
+    """Progress of a bulk run on a cluster."""
+
+    parts: int  # Number of parts
+    done: int = 0  # Number of parts written, by earlier runs too
+    earlier: int = 0  # Number of rows written by earlier runs
+    rows: int = 0  # Number of rows written, by earlier runs too
+    failed: int = 0  # Number of rows without a result
+    seconds: float = 0.0  # Time since this run began
+
+    @property
+    def rows_per_s(self) -> float:
+        """Rows per second of this run, of all processes."""
+        return (self.rows - self.earlier) / self.seconds if self.seconds else 0.0
+
+    def add(self, record: PartRecord) -> None:
+        """Add a written part."""
+        self.done += 1
+        self.rows += record.rows
+        self.failed += record.failed
+
+
+def run_on_cluster(
+    options: ClusterOptions, report: Callable[[ClusterProgress], None]
+) -> ClusterProgress:
+    """Infer a corpus on a cluster of Ray; `report` is called after each part.
+
+    A run that was interrupted is continued: parts that are written are not read again.
+
+    Raises:
+        UserError: The corpus, the output, the cluster or the pipeline cannot be used, or there are
+            more than `max_errors` failed rows.
+    """
+    if options.repository is not None:
+        options = replace(options, build=build_id(options.repository, options.pipeline))
+    parts, files = plan_parts(options.file, options.part_bytes)
+    records = Output(options.out).start(
+        {**options.identity(), "files": files, "build": options.build}
+    )
+    progress = ClusterProgress(len(parts))
+    for record in records.values():
+        progress.add(record)
+    progress.earlier, began = progress.rows, time.monotonic()
+    waiting = [part for part in parts if part.number not in records]
+    reasons: list[str] = []
+    if waiting:
+        with _cluster(options.address) as ray:
+            for told in _results(ray, options, waiting):
+                if "record" not in told:
+                    raise UserError(**told)
+                progress.add(PartRecord(*told["record"]))
+                progress.seconds = time.monotonic() - began
+                report(progress)
+                reasons = [*reasons, *told["reasons"]][:_MAX_REASONS]
+                if options.max_errors is not None and progress.failed > options.max_errors:
+                    raise UserError(
+                        "--max-errors",
+                        "is less than the number of failed rows",
+                        given=f"{progress.failed:,} failed rows. The first: {'; '.join(reasons)}",
+                        remedy="Correct the rows, or allow more, and run the same command again",
+                    )
+    return progress
+
+
+@contextmanager
+def _cluster(address: str) -> Iterator[Any]:
+    """Yield Ray, connected while the block runs. A cluster of this machine listens on loopback."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+        import ray.data
+    except ImportError as error:
+        remedy = f"Run `{install_command('ray')}`"
+        raise UserError("--ray", "needs Ray Data", given=error, remedy=remedy) from error
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    try:
+        if address != "local":
+            ray.init(address, **quiet)
+    except ConnectionError as error:
+        if address != "auto":
+            remedy = "Give the address of a running cluster, auto, or local"
+            raise UserError("--ray", "is not reached", given=address, remedy=remedy) from error
+    if not ray.is_initialized():
+        ray.init(
+            "local",
+            include_dashboard=False,
+            object_store_memory=_STORE_BYTES,
+            _node_ip_address="127.0.0.1",
+            **quiet,
+        )
+    try:
+        logging.getLogger("ray.data").setLevel(logging.ERROR)
+        ray.data.DataContext.get_current().enable_progress_bars = False
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def _results(ray: Any, options: ClusterOptions, parts: list[Part]) -> Iterator[dict[str, Any]]:
+    """Yield a record with reasons of failed rows for each part, or the fields of a `UserError`.
+
+    There is one process for each GPU, or for each node of a cluster without GPUs.
+    """
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    gpus = int(sum(node.get("GPU", 0) for node in nodes))
+    if gpus and options.repository is not None:
+        count, needed = gpus, {"num_gpus": 1}
+    else:
+        most = min(node.get("CPU", 1) for node in nodes)
+        count, needed = len(nodes), {"num_cpus": int(most) // 2 + 1}
+    rows = ray.data.from_items(
+        [{"part": json.dumps(part)} for part in parts],
+        override_num_blocks=min(len(parts), _MAX_BLOCKS),
+    )
+    pool = ray.data.ActorPoolStrategy(size=count)
+    done = rows.map_batches(
+        PartWorker, fn_constructor_args=(options,), batch_size=1, compute=pool, **needed
+    )
+    for row in done.iter_rows():
+        yield json.loads(row["result"])
+
+
+class PartWorker:
+    """Process of a cluster: one server or connection, and one part after the other."""
+
+    def __init__(self, options: ClusterOptions) -> None:
+        self._options = options
+        self._session: Session | None = None
+
+    def __call__(self, batch: dict[str, NDArray[np.object_]]) -> dict[str, list[str]]:
+        """Return the results of parts as JSON; see `_results`."""
+        return {"result": [json.dumps(self._told(text)) for text in batch["part"]]}
+
+    def _told(self, text: str) -> dict[str, Any]:
+        number, path, groups = json.loads(text)
+        for attempt in range(_ATTEMPTS):
+            try:
+                return self._write(Part(number, path, groups and tuple(groups)))
+            except UserError as error:
+                own = self._options.repository is not None
+                lost = isinstance(error.__cause__, ServerUnreachableError)
+                if not (own and lost) or attempt == _ATTEMPTS - 1:
+                    return dict(error.as_dict())
+                if self._session is not None:
+                    self._session.close()
+                    self._session = None
+        raise AssertionError("unreachable")
+
+    def _write(self, part: Part) -> dict[str, Any]:
+        began, options = time.monotonic(), self._options
+        if self._session is None:
+            folder = options.repository
+            if folder is not None and build_id(folder, options.pipeline) != options.build:
+                raise UserError(
+                    "--repository",
+                    "has another build than the one that the run began with",
+                    given=folder,
+                    remedy="Give every node the same model repository",
+                )
+            self._session = Session(options, folder)
+        with tempfile.TemporaryDirectory(prefix="triptych-part-") as scratch:
+            results = Path(scratch, "results")
+            work = self._infer(self._session, self._open(part, Path(scratch)), results)
+            rows, reasons = self._session.run(work)
+            record = Output(options.out).add(
+                part, rows, len(reasons), time.monotonic() - began, results
+            )
+        return {"record": record, "reasons": reasons[:_MAX_REASONS]}
+
+    def _open(self, part: Part, scratch: Path) -> Table:
+        """Return the rows of a part; a text file of another file system is copied first."""
+        options = self._options
+        store, _ = open_store("--file", options.file)
+        suffix = Path(part.path).suffix.lower() if options.suffix is None else options.suffix
+        if suffix == ".parquet":
+            return Parquet(Path(part.path), store, part.groups)
+        path = scratch / Path(part.path).name
+        with store.open_input_stream(part.path) as source, path.open("wb") as copy:
+            shutil.copyfileobj(source, copy, 1 << 20)
+        return open_rows(path, options.encoding, suffix)
+
+    async def _infer(self, session: Session, table: Table, out: Path) -> tuple[int, list[str]]:
+        """Write rows with their results, and return their number and the reasons of failed ones."""
+        options, job = self._options, session.job
+        scan = table.scan()
+        wanted = wanted_columns(job, options, scan, table.path)
+        columns = [*job.outputs, AnswerColumn(ERROR, ERROR)]
+        named = name_columns(options.pipeline, columns, scan.columns)
+        results = ArrowColumns(named, fixed=False)
+        chunks = (prepare(chunk, options) for chunk in table.chunks(wanted, job.chunk_rows, 0))
+        rows, reasons = 0, list[str]()
+        with PartWriter(table, scan.columns, out) as writer:
+            async with aclosing(session.send(chunks)) as answered:
+                async for chunk, answers in answered:
+                    writer.add(results.append(writer.original(chunk), answers))
+                    rows += chunk.count
+                    reasons += [str(error) for error in answers[ERROR] if error is not None]
+        return rows, reasons
