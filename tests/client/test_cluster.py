@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,9 +19,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.support.client_toy import Toy, expected, texts_of_many_lengths
+from tests.support.client_toy import Toy, expected, texts_of_many_lengths, wait_until
+from tests.support.gateway_environment import python_with
+from tests.support.project import ROOT
 from triptych.base.errors import UserError
-from triptych.interface.bulk.corpus import Output, Part, open_store, plan_parts
+from triptych.interface.bulk.corpus import CorpusPart, Output, open_store, plan_parts
 
 COMMAND = "from triptych.interface.cli import main; main()"
 FILES, ROWS = 12, 60
@@ -86,7 +89,7 @@ def test_results_count_with_their_record_and_only_for_their_run(tmp_path: Path) 
     out, results = Output(f"{tmp_path}/out"), tmp_path / "results"
     results.write_bytes(b"rows")
     assert out.start({"build": "a"}) == {}
-    record = out.add(Part(3, "x"), 4, 1, 0.5, results)
+    record = out.add(CorpusPart(3, "x"), 4, 1, 0.5, results)
     assert out.start({"build": "a"}) == {3: record}
     with pytest.raises(UserError, match=r"results of another run.* Given: other build"):
         out.start({"build": "b"})
@@ -144,10 +147,17 @@ def test_killed_processes_lose_no_row_and_write_none_twice(
 @pytest.fixture
 def bucket() -> Iterator[str]:
     """Address of a store of S3 that moto plays, with a bucket `corpus`."""
-    server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0)
-    server.start()
-    yield "http://{}:{}".format(*server.get_host_and_port())
-    server.stop()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    python = python_with(ROOT / "tests/data/moto.txt")
+    server = subprocess.Popen([python, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)])
+    try:
+        wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait()
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""The virtual environment of `gateway_clients.txt`, made once, for the clients of a gateway."""
+"""Virtual environments made once: that of `gateway_clients.txt`, for the clients of a gateway."""
 
 import hashlib
 import json
@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import venv
+from pathlib import Path
 from typing import Any
 
 from tests.support.project import ROOT, one_at_a_time
@@ -43,18 +44,23 @@ def run_with_node(script: str, *words: str) -> Any:
     return json.loads(done.stdout)
 
 
-def run_with_clients(script: str, *words: str) -> str:
-    """Output of a script of this folder that runs in the environment and must end without error."""
-    home = ROOT / ".cache/gateway_clients" / hashlib.sha256(NEEDED.read_bytes()).hexdigest()[:16]
-    with one_at_a_time("gateway_clients"):
+def python_with(needed: Path) -> Path:
+    """Python of a virtual environment with the packages of a file of requirements."""
+    home = ROOT / ".cache" / needed.stem / hashlib.sha256(needed.read_bytes()).hexdigest()[:16]
+    with one_at_a_time(needed.stem):
         if not (home / "complete").exists():
             venv.create(home, with_pip=True, clear=True)
             python = str(home / "bin/python")
-            install = [python, "-m", "pip", "install", "--quiet", "-r", str(NEEDED)]
+            install = [python, "-m", "pip", "install", "--quiet", "-r", str(needed)]
             subprocess.run(install, check=True, timeout=600)
             (home / "complete").touch()
+    return home / "bin/python"
+
+
+def run_with_clients(script: str, *words: str) -> str:
+    """Output of a script of this folder that runs in the environment and must end without error."""
     done = subprocess.run(
-        [home / "bin/python", ROOT / "tests/support" / script, *words],
+        [python_with(NEEDED), ROOT / "tests/support" / script, *words],
         env={**os.environ, **_OFFLINE},
         capture_output=True,
         text=True,

@@ -21,7 +21,7 @@ from triptych.base.errors import UserError
 from triptych.base.extras import install_command
 from triptych.client import ServerUnreachableError
 from triptych.interface.bulk.arrow import ArrowColumns
-from triptych.interface.bulk.corpus import Output, Part, PartRecord, open_store, plan_parts
+from triptych.interface.bulk.corpus import CorpusPart, Output, PartRecord, open_store, plan_parts
 from triptych.interface.bulk.files import ERROR, UTF_8, AnswerColumn, Table, name_columns, open_rows
 from triptych.interface.bulk.jobs import JobOptions, prepare, wanted_columns
 from triptych.interface.bulk.parquet import Parquet, PartWriter
@@ -154,7 +154,9 @@ def _cluster(address: str) -> Iterator[Any]:
         ray.shutdown()
 
 
-def _results(ray: Any, options: ClusterOptions, parts: list[Part]) -> Iterator[dict[str, Any]]:
+def _results(
+    ray: Any, options: ClusterOptions, parts: list[CorpusPart]
+) -> Iterator[dict[str, Any]]:
     """Yield a record with reasons of failed rows for each part, or the fields of a `UserError`.
 
     There is one process for each GPU, or for each node of a cluster without GPUs.
@@ -193,7 +195,7 @@ class PartWorker:
         number, path, groups = json.loads(text)
         for attempt in range(_ATTEMPTS):
             try:
-                return self._write(Part(number, path, groups and tuple(groups)))
+                return self._write(CorpusPart(number, path, groups and tuple(groups)))
             except UserError as error:
                 own = self._options.repository is not None
                 lost = isinstance(error.__cause__, ServerUnreachableError)
@@ -225,7 +227,7 @@ class PartWorker:
             )
         return {"record": record, "reasons": reasons[:_MAX_REASONS]}
 
-    def _open(self, part: Part, scratch: Path) -> Table:
+    def _open(self, part: CorpusPart, scratch: Path) -> Table:
         """Return the rows of a part; a text file of another file system is copied first."""
         options = self._options
         store, _ = open_store("--file", options.file)

@@ -27,7 +27,7 @@ _MANIFEST = "_triptych"
 _RUN = "run.json"
 
 
-class Part(NamedTuple):
+class CorpusPart(NamedTuple):
     """A part of a corpus."""
 
     number: int
@@ -71,7 +71,7 @@ def open_store(option: str, uri: str) -> tuple[fs.FileSystem, str]:
         raise _unreadable(option, uri, error) from error
 
 
-def plan_parts(uri: str, part_bytes: int) -> tuple[list[Part], str]:
+def plan_parts(uri: str, part_bytes: int) -> tuple[list[CorpusPart], str]:
     """Return the parts of the files that a path or URI with ``*`` matches, and a hash of them.
 
     Args:
@@ -99,11 +99,11 @@ def plan_parts(uri: str, part_bytes: int) -> tuple[list[Part], str]:
             and fnmatch.fnmatchcase(info.path, pattern)
             and not info.base_name.startswith((".", "_"))
         )
-        parts: list[Part] = []
+        parts: list[CorpusPart] = []
         for path, size, _ in files:
             divided = path.endswith(".parquet") and size > part_bytes
             for groups in _divide(store, path, part_bytes) if divided else [None]:
-                parts.append(Part(len(parts), path, groups))
+                parts.append(CorpusPart(len(parts), path, groups))
     except (pa.ArrowException, OSError) as error:
         raise _unreadable("--file", uri, error) from error
     if not parts:
@@ -169,7 +169,9 @@ class Output:
         except (pa.ArrowException, OSError) as error:
             raise _unreadable("--out", self._uri, error) from error
 
-    def add(self, part: Part, rows: int, failed: int, seconds: float, results: Path) -> PartRecord:
+    def add(
+        self, part: CorpusPart, rows: int, failed: int, seconds: float, results: Path
+    ) -> PartRecord:
         """Write the results of a part, then its record."""
         with results.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
