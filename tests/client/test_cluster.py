@@ -153,7 +153,12 @@ def bucket() -> Iterator[str]:
     python = python_with(ROOT / "tests/data/moto.txt")
     server = subprocess.Popen([python, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)])
     try:
-        wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0)
+
+        def is_open() -> bool:
+            with socket.socket() as tried:
+                return tried.connect_ex(("127.0.0.1", port)) == 0
+
+        wait_until(is_open, "a store of S3")
         yield f"http://127.0.0.1:{port}"
     finally:
         server.terminate()

@@ -206,7 +206,7 @@ class PartWorker:
                     self._session = None
         raise AssertionError("unreachable")
 
-    def _write(self, part: Part) -> dict[str, Any]:
+    def _write(self, part: CorpusPart) -> dict[str, Any]:
         began, options = time.monotonic(), self._options
         if self._session is None:
             folder = options.repository
