@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,7 +87,7 @@ def _shown(bounds: NDArray[np.generic]) -> str:
     return " or ".join(f"{low:.6g} to {high:.6g}" for low, high in pairs)
 
 
-def _plain(bounds: NDArray[np.generic]) -> list[Any]:
+def _plain(bounds: NDArray[np.generic]) -> list[object]:
     """Return bounds as JSON has them, with None for infinity."""
     plain = bounds.astype(object)
     plain[np.isinf(bounds)] = None

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from triptych.base.errors import UserError
 from triptych.base.tensors import TokenRow
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 UNLIMITED = 1 << 30
 
-Rules = Mapping[str, Mapping[str, Any]]
+Rules = Mapping[str, Mapping[str, object]]
 """Allowed values of each request parameter, as plain data."""
 
 
@@ -243,7 +243,7 @@ def _is_filled(row: object) -> bool:
 
 def check_line(
     where: str, given: Mapping[str, object], rules: Rules, defaults: Mapping[str, object]
-) -> Mapping[str, Any]:
+) -> Mapping[str, object]:
     """Return the parameters of a line of a file, with defaults.
 
     Args:

@@ -136,7 +136,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
 def _contents(operation: Operation, references: Mapping[Any, Any]) -> dict[str, object]:
     """Return the contents of a result by their media types."""
     is_json = operation.media_type == "application/json"
-    schema: Any = {"type": "object" if is_json else "string"}
+    schema: object = {"type": "object" if is_json else "string"}
     if operation.result is not None:
         schema = references[operation.result, "serialization"]
     contents: dict[str, object] = {operation.media_type: {"schema": schema}}

@@ -175,7 +175,7 @@ def build(
     *,
     pipelines: Path | str = PIPELINES,
     repository: Path | str = REPOSITORY,
-    overrides: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, object] | None = None,
     accept_failed_gate: str = "",
     engine_dry_run: bool = True,
     progress: Progress | None = print_progress,

@@ -186,7 +186,7 @@ def _page(pipeline: PagePipeline, client: Client) -> gr.Blocks:
 
 
 def _row_page(
-    pipeline: PagePipeline, task: Task, client: Client, about: Mapping[str, Any]
+    pipeline: PagePipeline, task: Task, client: Client, about: Mapping[str, object]
 ) -> gr.Blocks:
     """Return the form of a task's inputs and parameters, with the answer and its times."""
     try:
@@ -222,7 +222,7 @@ def _row_page(
             rows.append({**row, names[0]: second})
         answers, times = _send(client, rows, _read_parameters(rules, given[len(fields) :]))
         lines = [line for each in answers for line in describe_answer(each)]
-        shown: list[Any] = ["\n".join([*_similarity(answers), *lines]), times, answers]
+        shown: list[object] = ["\n".join([*_similarity(answers), *lines]), times, answers]
         if view is not None:
             value = None
             with suppress(KeyError, TypeError, ValueError):  # a hook may return another form
@@ -265,7 +265,7 @@ def _row_page(
     )
 
 
-def _text_page(client: Client, about: Mapping[str, Any]) -> gr.Blocks:
+def _text_page(client: Client, about: Mapping[str, object]) -> gr.Blocks:
     """Return a page with a text and its streamed answer."""
 
     def answer(text: str, *given: Any) -> Iterator[tuple[str, str]]:
@@ -280,7 +280,7 @@ def _text_page(client: Client, about: Mapping[str, Any]) -> gr.Blocks:
     )
 
 
-def _chat_page(client: Client, about: Mapping[str, Any]) -> gr.Blocks:
+def _chat_page(client: Client, about: Mapping[str, object]) -> gr.Blocks:
     """Return a page with a conversation, whose answers are streamed."""
 
     def answer(text: str, history: Sequence[Row], *given: Any) -> Iterator[tuple[str, str]]:
@@ -442,7 +442,7 @@ def _is_integer(tensor: Tensor) -> bool:
 
 def _read_parameters(rules: Rules, given: Sequence[str | int | None]) -> dict[str, Any]:
     """Return parameters that are not empty; a wrong number stays text for the pipeline's error."""
-    sent: dict[str, Any] = {}
+    sent: dict[str, object] = {}
     for (name, rule), text in zip(rules.items(), given, strict=True):
         if text not in (None, ""):
             sent[name] = text == "true" if rule["type"] == "bool" else text

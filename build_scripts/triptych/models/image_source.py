@@ -45,7 +45,7 @@ class _Probe(NamedTuple):
     """Test image as the runtime opens it, with the processor's result for the same bytes."""
 
     name: str
-    image: Any
+    image: object
     expected: NDArray[np.float32]
 
 

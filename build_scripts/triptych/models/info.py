@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from triptych.base.tensors import Tensor
 
@@ -93,7 +93,7 @@ class OwnInterface:
     takes_rows: bool = False
     # Smallest and largest value of each element of an input that indexes a table, as two numbers or
     # nested lists; None without a limit.
-    ranges: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    ranges: Mapping[str, object] = field(default_factory=dict, hash=False)
     # Texts of the labels of each output of the core whose values are their numbers.
     labels: Mapping[str, Sequence[str]] = field(default_factory=dict, hash=False)
 
@@ -137,7 +137,7 @@ class ModelInfo:
     # Modules after pooling, in order.
     head: tuple[Dense | Normalize | Truncate | LogitScore, ...] = ()
     # Settings of the modules that the head of a task computes itself, by class name.
-    modules: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    modules: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     # How the texts of each role are read, for a model with a vector for each token.
     roles: Mapping[str, Role] = field(default_factory=dict)
     # Similarity of two texts that the model was trained for; None if its files name none.
@@ -180,7 +180,7 @@ class ModelInfo:
     own: OwnInterface | None = None
 
     @property
-    def of_core(self) -> dict[str, Any]:
+    def of_core(self) -> dict[str, object]:
         """Fields that affect the core, as plain data, without prompts and estimates of cost."""
         aside = {"prompts", "default_prompt", "free_prompt", "special_ids", "pair_template"}
         aside |= {"layers", "heads", "intermediate_size", "library_length", "entailment"}

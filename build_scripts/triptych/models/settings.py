@@ -70,7 +70,7 @@ class TransformerSettings(NamedTuple):
     # Maximum number of tokens, which overrides the tokenizer's; None for none.
     max_length: int | None = None
     lowercase: bool = False  # Whether texts are lower-cased
-    of_roles: Mapping[str, Any] = {}  # Values of `ROLE_SETTINGS`
+    of_roles: Mapping[str, object] = {}  # Values of `ROLE_SETTINGS`
 
 
 class Saved(NamedTuple):
@@ -174,7 +174,7 @@ def read_transformer_settings(folder: Path, loader: Loader) -> TransformerSettin
 
 def _flat(settings: Mapping[str, object]) -> list[tuple[str, Any]]:
     """Return settings with their names; those of ``*_kwargs`` one by one."""
-    flat: list[tuple[str, Any]] = []
+    flat: list[tuple[str, object]] = []
     for key, value in settings.items():
         if key.endswith("_kwargs") and isinstance(value, dict):
             flat += [(f"{key}.{inner}", item) for inner, item in value.items()]

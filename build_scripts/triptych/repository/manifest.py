@@ -93,7 +93,7 @@ class BuildManifest:
 
     def as_bytes(self) -> bytes:
         """Return the content of the manifest file."""
-        plain: dict[str, Any] = plain_data(
+        plain: dict[str, object] = plain_data(
             {
                 each.name: _plain(getattr(self, each.name))
                 for each in fields(self)

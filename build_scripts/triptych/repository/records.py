@@ -56,7 +56,7 @@ def read_record(kind: type[Record], data: object) -> Record:
 
 def plain_record(record: Any) -> dict[str, Any]:
     """Return a record as plain data for JSON; optional fields without a value are omitted."""
-    plain: dict[str, Any] = plain_data(asdict(record))
+    plain: dict[str, object] = plain_data(asdict(record))
     optional = getattr(record, "OPTIONAL", ())
     return {name: value for name, value in plain.items() if value or name not in optional}
 

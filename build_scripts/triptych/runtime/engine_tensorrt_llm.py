@@ -41,7 +41,7 @@ class Engine:
         self._llm = await asyncio.get_running_loop().run_in_executor(None, self._load)
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
 
-    def _load(self) -> Any:
+    def _load(self) -> object:
         settings = self._settings
         for name in list(os.environ):
             if name.startswith(JOB_PREFIXES) and not name.startswith(KEPT_PREFIXES):

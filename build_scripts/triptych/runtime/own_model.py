@@ -246,7 +246,7 @@ def cast_numbers(array: NDArray[np.generic], dtype: type[np.generic]) -> NDArray
 Function = Callable[..., Any]
 
 
-def call_function(name: str, function: Function, arguments: Mapping[str, object]) -> Any:
+def call_function(name: str, function: Function, arguments: Mapping[str, object]) -> object:
     """Return the result of a function of the user, called with the arguments that it takes.
 
     Raises:

@@ -76,7 +76,7 @@ class StepResults(CoreResults):
     """Reader of the results of cores behind a function between models."""
 
     def read(self, outputs: Arrays) -> tuple[dict[str, Any], int]:
-        arrays, arguments = dict(outputs), dict[str, Any]()
+        arrays, arguments = dict(outputs), dict[str, object]()
         name = next((name for name in arrays if name.startswith(PASSED)), None)
         if name is None:
             return super().read(outputs)

@@ -62,7 +62,7 @@ class ChatTemplate:
             and not any(other in source for other in _OTHER_CALLS)
         )
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> str:
+    def render(self, messages: Sequence[Message], tools: Sequence[object] | None = None) -> str:
         """Return the prompt of a conversation, up to the beginning of the model's answer.
 
         The role ``developer`` is ``system`` for a template that does not know it.

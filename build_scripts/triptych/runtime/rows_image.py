@@ -119,7 +119,7 @@ class ImageRowMaker:
     """Row maker with one core row per row: ``pixels`` UINT8 ``[n, height, width, channels]``."""
 
     def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
-        self._info: Mapping[str, Any] = settings["image"]
+        self._info: Mapping[str, object] = settings["image"]
         self._limits = Limits(settings["max_image_bytes"], settings["max_pixels"])
         self._shape = tuple(self._info[axis] for axis in ("height", "width", "channels"))
         self._threads = len(os.sched_getaffinity(0))

@@ -74,7 +74,7 @@ class TemplateRowMaker(PlainTextRowMaker):
         ids: list[int] = first[:count][::-1]
         return ids
 
-    def _encode_all(self, inputs: Sequence[object]) -> list[Any]:
+    def _encode_all(self, inputs: Sequence[object]) -> list[object]:
         # The template writes the special tokens.
         encodings: list[Any] = self.tokenizer.encode_batch_fast(inputs, add_special_tokens=False)
         return encodings

@@ -327,7 +327,7 @@ def _read_build(manifest: Path, known: tuple[Any, str] = (None, "")) -> tuple[An
         return known
 
 
-def _fingerprint(inputs: Mapping[str, object], answer: Mapping[str, NDArray[Any]]) -> str:
+def _fingerprint(inputs: Mapping[str, object], answer: Mapping[str, NDArray[np.generic]]) -> str:
     plain = {name: _plain(value) for name, value in inputs.items()}
     return json.dumps([plain, {name: _plain_array(array) for name, array in answer.items()}])
 
@@ -341,7 +341,7 @@ _READ: Mapping[str, Callable[[bytes], Any]] = {
 """Function that reads a sampled value, by the content of its input."""
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, bytes):
         return {"base64": base64.b64encode(value).decode()}
     if not isinstance(value, str | bool | int | float | list):

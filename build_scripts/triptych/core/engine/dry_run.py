@@ -155,7 +155,7 @@ def call_worker(
     if error := reply.get("error"):
         remedy = f"{error['remedy'] or 'Report it'}; or {WITHOUT}: your own TensorRT may accept it"
         raise UserError(error["field"], error["rule"], given=error["given"], remedy=remedy)
-    found: dict[str, Any] = reply["found"]
+    found: dict[str, object] = reply["found"]
     return found
 
 
@@ -179,7 +179,7 @@ def dry_build(asked: dict[str, Any]) -> dict[str, Any]:
     api = RtxApi(asked["compute_capability"])
     plan = remove_unsupported(EnginePlan.from_dict(asked["plan"]))
     request = make_request(Path(asked["onnx"]), plan, api)
-    seen: dict[str, Any] = {}
+    seen: dict[str, object] = {}
 
     def look(network: trt.INetworkDefinition) -> None:
         seen["layers"] = network.num_layers

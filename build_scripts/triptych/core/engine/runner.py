@@ -255,7 +255,7 @@ class _Captured(NamedTuple):
 
     spec: GraphSpec
     place: int
-    executable: Any
+    executable: object
     outputs: Mapping[str, Dims]
 
 

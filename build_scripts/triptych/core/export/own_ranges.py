@@ -207,7 +207,7 @@ class _RangeSearch:
     def _limit(self, node: onnx.NodeProto, low: Array, high: Array) -> None:
         """Take up the bounds of an operand that the node itself limits."""
         kind = node.op_type
-        ends: list[Any] = [np.zeros(()) if kind == "Relu" else None, None]
+        ends: list[object] = [np.zeros(()) if kind == "Relu" else None, None]
         for index, name in enumerate(node.input[1:]):
             ends[kind == "Min" or index] = self._constant(name) if name else None
         if ends[0] is not None:

@@ -121,13 +121,13 @@ def _named_differences(one: Outputs, other: Outputs, names: str) -> Iterator[flo
             yield abs(float(score) - float(others.get(name, last)))
 
 
-def _entries(array: Array) -> list[Any]:
+def _entries(array: Array) -> list[object]:
     """Return the values in the JSON texts of one output, with lists flattened."""
     values = [_loaded(text) for text in array.flat]
     return [entry for value in values for entry in (value if isinstance(value, list) else [value])]
 
 
-def _loaded(text: bytes) -> Any:
+def _loaded(text: bytes) -> object:
     try:
         return json.loads(text)
     except ValueError:  # A wrong model may return any text.

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -335,7 +335,7 @@ def write_report(write: Callable[[Path], Path], folder: Path) -> Path:
     return page
 
 
-def fail(as_json: bool, result: dict[str, Any], message: str) -> NoReturn:
+def fail(as_json: bool, result: dict[str, object], message: str) -> NoReturn:
     """Print the reason of a failure and exit with the code for findings."""
     if as_json:
         print_json(result)

@@ -8,7 +8,6 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from markupsafe import Markup
 
@@ -451,6 +450,6 @@ def as_csv(result: BenchResult) -> str:
     return text.getvalue()
 
 
-def _as_text(value: object) -> Any:
+def _as_text(value: object) -> object:
     """Return a cell value; a text that looks like a formula is quoted for spreadsheets."""
     return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value

@@ -106,7 +106,7 @@ class MonitorRun:
         for fields_of_test, test in zip(fields["tests"], self.tests, strict=True):
             fields_of_test["is_proven"] = test.is_proven
         fields["passed"] = self.passed
-        plain: dict[str, Any] = plain_data(fields)
+        plain: dict[str, object] = plain_data(fields)
         return plain
 
 
@@ -257,7 +257,7 @@ class Timeline:
         return Timeline(SCHEMA, run.build, run.evidence, tuple(files), last, runs, worst)
 
     def as_text(self) -> str:
-        plain: Any = plain_data(asdict(self))
+        plain: object = plain_data(asdict(self))
         return json.dumps(plain) + "\n"
 
 

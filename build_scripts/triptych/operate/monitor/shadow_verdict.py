@@ -241,7 +241,7 @@ class ReplayComparison:
             test["state"] = state
         for fields_of_speed, speed in zip(fields["speeds"], self.speeds, strict=True):
             fields_of_speed |= {"state": speed.state, "medians": speed.medians}
-        plain: dict[str, Any] = plain_data(fields)
+        plain: dict[str, object] = plain_data(fields)
         return plain
 
 

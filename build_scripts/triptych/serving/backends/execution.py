@@ -18,7 +18,7 @@ def run_batch(
     run: Callable[[feeds.Arrays], feeds.Arrays],
     decode: Callable[[str, feeds.Array], feeds.Array] | None = None,
     message: Callable[[Exception], str] = str,
-) -> list[Any]:
+) -> list[object]:
     """Return the responses of the requests, in order, after one run of all their rows.
 
     An invalid request gets its own error. If the run fails, all other requests get the same error.

@@ -114,7 +114,7 @@ def open_session(path: Path, config: BackendConfig) -> Any:
     return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
-def run_options(config: BackendConfig) -> Any:
+def run_options(config: BackendConfig) -> object:
     """Return `onnxruntime.RunOptions` with the config's only run parameter, or None."""
     import onnxruntime
 
