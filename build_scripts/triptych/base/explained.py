@@ -45,7 +45,7 @@ def plain(node: object) -> Any:
     return [plain(value) for value in node] if isinstance(node, (list, tuple)) else node
 
 
-def reasons_of(node: object, path: str = "") -> Iterator[tuple[str, Any, str]]:
+def reasons_of(node: object, path: str = "") -> Iterator[tuple[str, object, str]]:
     """Dotted path, value and reason of everything that has one, in the order of the document."""
     if isinstance(node, ExplainedValue):
         yield path, plain(node.value), node.reason
@@ -155,7 +155,7 @@ class _Explainer:
         self._line = max(self._line, node.end_mark.line + (node.end_mark.column > 0))
         return self._loader.construct_object(node, deep=True)
 
-    def _explained(self, node: yaml.Node, key: yaml.Node | None = None) -> Any:
+    def _explained(self, node: yaml.Node, key: yaml.Node | None = None) -> object:
         """Return the value of a node, with the comments above its key and behind itself."""
         start = (key or node).start_mark.line
         above = [line.strip() for line in self._lines[self._line : start]]

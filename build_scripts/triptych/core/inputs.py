@@ -131,7 +131,7 @@ class PipelineInputs:
         return find_hook(self.spec.folder, name, labels, self.tokenizer_file)
 
     @property
-    def shortest_row(self) -> Mapping[str, Any]:
+    def shortest_row(self) -> Mapping[str, object]:
         """Request of the traffic with the smallest number of characters or bytes."""
         return min(self.traffic, key=_size_of)
 

@@ -238,7 +238,7 @@ _OTHER_MODULES = {
 
 def read_settings_of(
     folder: Path, modules: Sequence[Module], kinds: Collection[str]
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, dict[str, object]]:
     """Return the settings of the modules of some classes, by the name of the class."""
     return {
         _kind(module): read_json(folder / module["path"] / "config.json", default={})

@@ -314,7 +314,7 @@ def _task_in(content: Mapping[str, object]) -> str:
     return str(spec.get("task", "")) if isinstance(spec, dict) else ""
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, Mapping):
         return {name: _plain(each) for name, each in value.items()}
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value

@@ -506,7 +506,7 @@ _TEXT_FIELD = {"type": "text", "dtype": "BYTES", "shape": []}
 """Form of the inputs of other tasks, as `make_array` takes it."""
 
 
-def _ensemble(plan: Plan) -> Any:
+def _ensemble(plan: Plan) -> object:
     # Tensors of the user's own graph may have the names of the ensemble's inputs and outputs.
     inner = "" if plan.info.own is None else CORE_TENSOR_PREFIX
 

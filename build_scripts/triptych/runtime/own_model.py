@@ -463,7 +463,7 @@ class CoreResults:
             name: np.array(texts, np.object_) for name, texts in settings.get("labels", {}).items()
         }
 
-    def read(self, outputs: Arrays) -> tuple[dict[str, Any], int]:
+    def read(self, outputs: Arrays) -> tuple[dict[str, object], int]:
         """Return the arguments of a function except the parameters, and the number of rows."""
         arrays, arguments = dict(outputs), dict[str, Any]()
         count = len(next(iter(arrays.values())))
@@ -473,7 +473,7 @@ class CoreResults:
             arguments["counts"] = counts[:count].tolist()
         return arguments | self.split(arrays, count), count
 
-    def split(self, arrays: dict[str, NDArray[np.generic]], count: int) -> dict[str, Any]:
+    def split(self, arrays: dict[str, NDArray[np.generic]], count: int) -> dict[str, object]:
         """Return arrays and, if the functions take them, the inputs of `count` rows.
 
         Numbers of labels that are texts become these texts.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from .preprocess import Preprocess
 from .triton_io import Inputs, read_bytes, read_texts
 
@@ -11,7 +9,7 @@ from .triton_io import Inputs, read_bytes, read_texts
 class Images(Preprocess):
     """Preprocess whose inputs are encoded images, and perhaps texts."""
 
-    def columns(self, inputs: Inputs) -> dict[str, Any]:
+    def columns(self, inputs: Inputs) -> dict[str, object]:
         encoded, limit = self.settings["encoded_inputs"], self.settings["max_text_bytes"]
         return {
             field: read_bytes(inputs, field)

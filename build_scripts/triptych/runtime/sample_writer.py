@@ -315,7 +315,7 @@ def _split_rows(
     ]
 
 
-def _read_build(manifest: Path, known: tuple[Any, str] = (None, "")) -> tuple[Any, str]:
+def _read_build(manifest: Path, known: tuple[object, str] = (None, "")) -> tuple[object, str]:
     """Return file status and SHA-256 of the build manifest; `known` if it has not changed."""
     try:
         found = manifest.stat()

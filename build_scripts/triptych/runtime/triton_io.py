@@ -133,7 +133,7 @@ WORDS = {
 
 def check_parameters(
     text: str, rules: Mapping[str, Mapping[str, object]], defaults: Mapping[str, object]
-) -> Mapping[str, Any]:
+) -> Mapping[str, object]:
     """Return the parameters of a request (JSON text) with defaults, checked by `rules`.
 
     A rule has ``type`` (bool, int, float, str or list) and may have ``min``, ``max``, ``choices``.
@@ -205,7 +205,7 @@ def _read_option(field: str, rows: list[list[Any]]) -> Any:
     return values[0] if len(values) == 1 else json.dumps(values)
 
 
-def own_parameters(text: str, known: Container[str] = ()) -> dict[str, Any]:
+def own_parameters(text: str, known: Container[str] = ()) -> dict[str, object]:
     """Return the parameters of a request without those of Triton and of the transport.
 
     Names that begin with ``triton_`` or ``x_``, those in `OF_CARRIERS`, and names with ``-``, which

@@ -118,7 +118,7 @@ class Cuda:
         kind = self._runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost
         self.call("cudaMemcpyAsync", target.ctypes.data, source, target.nbytes, kind, stream)
 
-    def capture(self, stream: object, work: Callable[[], None]) -> Any:
+    def capture(self, stream: object, work: Callable[[], None]) -> object:
         """Record the operations that `work` puts on `stream` as a graph, without running them.
 
         `launch` runs the graph.

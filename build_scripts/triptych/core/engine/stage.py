@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from triptych.base.cache import cached_stage, code_hash, key_of, sha256_of
 from triptych.base.errors import Progress, UserError
@@ -140,7 +140,7 @@ class EngineResult(Generic[Record]):
     changed: tuple[str, ...]  # Models that were written; empty if everything was up to date
     record: Record  # Record of the build in the build manifest
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the fields as plain data, for ``--json``."""
         return plain_record(self)
 

@@ -291,7 +291,7 @@ def _sentence_outputs(
     return expected
 
 
-def check_tokens(inputs: PipelineInputs) -> Any:
+def check_tokens(inputs: PipelineInputs) -> object:
     """Check that the library of the reference makes the same rows of the gate's texts.
 
     Returns:

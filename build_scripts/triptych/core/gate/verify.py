@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -324,7 +324,7 @@ def verify_pipeline(inputs: PipelineInputs, options: LiveOptions) -> GateResult:
     return replace(found, live=live, accepted="" if manifest is None else manifest.gate.accepted)
 
 
-def verification_data(result: GateResult) -> dict[str, Any]:
+def verification_data(result: GateResult) -> dict[str, object]:
     """Return a live result as plain data for ``verify --json``, in one form for every kind."""
     gate = {**result.as_dict(), "accepted": result.accepted}
     live = gate.pop("live") or {}

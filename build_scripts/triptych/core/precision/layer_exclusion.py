@@ -194,7 +194,7 @@ class CoreConverter:
         return core_feed(rows, plan.core_inputs, pad_token_id=pad)
 
 
-def _one_thread() -> Any:
+def _one_thread() -> object:
     options = quiet_options()
     options.intra_op_num_threads = 1
     return options

@@ -34,7 +34,7 @@ class TrafficChange:
     gate: tuple[int, int]  # Number of rows for the gate, after and before the change
     calibration: tuple[int, int]  # Number of rows for calibration, after and before the change
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the data for ``--json``."""
         return asdict(self)
 

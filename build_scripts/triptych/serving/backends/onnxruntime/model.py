@@ -66,7 +66,7 @@ class TritonPythonModel:
         self._names = [spec.name for spec in self._contract.outputs]
         pb_utils.Logger.log_info(f"{args['model_instance_name']}: emulated ONNX Runtime backend")
 
-    def execute(self, requests: Sequence[object]) -> list[Any]:
+    def execute(self, requests: Sequence[object]) -> list[object]:
         """Run all requests as one batch, and return their responses together."""
         return execution.run_batch(self._contract, requests, self._run, _decode, _message)
 
