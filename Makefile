@@ -134,8 +134,9 @@ docs: setup  ## Build the documentation as a site into .cache/site; any warning 
 tables: setup  ## Write the reference tables of the documentation again, from the code
 	$(BIN)/python build_scripts/documentation/tables.py
 
-recording: install  ## Run `make demo` and draw its output as the picture of README.md
+recording: install  ## Run `make demo` and draw the pictures of README.md
 	$(BIN)/python build_scripts/documentation/recording.py
+	$(BIN)/python build_scripts/documentation/pictures.py
 
 serve: install  ## Build MiniLM and serve it until Ctrl-C
 	$(BIN)/triptych build minilm

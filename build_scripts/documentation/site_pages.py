@@ -13,8 +13,21 @@ from mkdocs.structure.files import File, Files
 from documentation import tables
 
 ROOT = Path(__file__).resolve().parents[2]
-PICTURES = ("build_scripts/documentation/demo.svg", "docker/overload.svg")
+PICTURES = (
+    *(f"build_scripts/documentation/{name}.svg" for name in ("demo", "overview", "figures")),
+    "docker/overload.svg",
+)
 """Files that pages show."""
+
+SEARCHED = {
+    "docker/overload.md": ("overload",),
+    "pipelines/gateway.md": ("OpenAI",),
+    "pipelines/measuring.md": ("batch",),
+    "pipelines/precision.md": ("fp16",),
+    "pipelines/tasks.md": ("multi-label",),
+    "pipelines/tensorrt.md": ("GPU",),
+}
+"""Words whose search lists a page first."""
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -40,6 +53,8 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     """Fill in tables; replace links to files that are no pages by their text."""
     if page.file.src_uri in tables.SITE_ONLY:
         markdown = tables.fill_page(page.file.src_uri, markdown)
+    if words := SEARCHED.get(page.file.src_uri):
+        page.meta["tags"] = [*words]  # The search prefers them to titles and texts.
     pages = {*list_pages(config.nav)}
 
     def unlink(link: re.Match[str]) -> str:

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import yaml
 from pydantic import create_model
 
-from documentation import recording, site_pages, tables
+from documentation import pictures, recording, site_pages, tables
 from tests.support.family_table import LIMIT, OUTCOMES, PAGE, read_record, render_page, turn
 from tests.support.project import ROOT
 
@@ -25,6 +25,23 @@ def test_the_front_page_is_short_and_shows_a_run_of_the_demo() -> None:
     text = " ".join("".join(ElementTree.fromstring(picture).itertext()).split())
     for said in ("$ make demo", "gate", "refund please", "minilm_core", "server stopped"):
         assert said in text, said
+    assert "(cached)" not in text
+    assert "building minilm" not in text
+
+
+def test_the_pictures_of_the_front_page_show_its_table() -> None:
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    rates = pictures.read_rates(page)
+    assert len(rates) == 3
+    for path, drawn in (
+        (pictures.OVERVIEW, pictures.draw_overview()),
+        (pictures.CHART, pictures.draw_chart(rates)),
+    ):
+        assert str(path.relative_to(ROOT)) in page
+        assert path.read_text(encoding="utf-8") == drawn, "run pictures.py"
+        text = "".join(ElementTree.fromstring(drawn).itertext())
+        assert "://" not in text
+    assert all(f"{rate.low:.0f}" in text for rate in rates)
 
 
 def test_reference_tables_are_those_of_the_code() -> None:
@@ -67,8 +84,10 @@ def test_the_site_builds_with_every_page_and_loads_nothing(tmp_path: Path) -> No
     others = {"model_repository/README.md", "tests/data/crds/README.md"}
     assert {*site_pages.list_pages(settings["nav"])} == {*tracked.stdout.split()} - others
     index = json.loads((tmp_path / "search/search_index.json").read_text(encoding="utf-8"))
-    found = {entry["location"] for entry in index["docs"]}
-    assert {"pipelines/commands.html#triptych-build", "docker/runbook.html#saturated"} <= found
+    found = {entry["location"]: entry.get("tags") for entry in index["docs"]}
+    for path, searched in site_pages.SEARCHED.items():
+        assert found[path.replace(".md", ".html")] == [*searched]
+    assert {"pipelines/commands.html#triptych-build", "docker/runbook.html#saturated"} <= {*found}
     page = (tmp_path / "pipelines/fields.html").read_text(encoding="utf-8")
     assert "core.max_batch_size" in page
     assert re.findall(r"<(?:script|img|link)[^>]*(?:src|href)=\"(?:https?:)?//", page) == []
@@ -94,6 +113,12 @@ def test_a_picture_has_the_output_and_loads_nothing() -> None:
     assert "url(" not in re.sub(r"url\(#", "", picture)
     bold = re.findall(r"\.(demo-r\d+) \{[^}]*font-weight: bold", picture)
     assert [part.text for part in root.iter() if part.get("class") in bold] == ["minilm"]
+
+
+def test_a_picture_has_what_stays_on_a_terminal() -> None:
+    spinner = "\x1b[?25l\r\x1b[2K\x1b[1mbuilding 0:00:01\x1b[0m\n"
+    shown = f"one\r\n{spinner}{spinner[:6]}\x1b[1A\x1b[2Ktwo\r\n"
+    assert recording.fold(shown) == "one\ntwo\n"
 
 
 def test_users_install_no_tools_of_developers() -> None:
