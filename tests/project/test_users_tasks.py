@@ -121,7 +121,7 @@ def test_find_names_with_my_labels(user: User) -> None:
 
 
 def test_rerank_through_the_sdk_of_cohere(user: User) -> None:
-    script = COHERE.format(http=user.addresses["http_api"], texts=QUESTIONS)
+    script = COHERE.format(http=user.addresses["api"], texts=QUESTIONS)
     (user.folder / "rerank.py").write_text(script, encoding="utf-8")
     found = json.loads(user.types("python rerank.py"))
     assert len({*found} & {0, 1, 2}) == 2
@@ -146,7 +146,7 @@ def test_deploy_to_kubernetes_and_lint(user: User) -> None:
 
 
 def test_move_from_tei_with_the_same_calls(user: User) -> None:
-    base = f"{user.addresses['http_api']}/tei"
+    base = user.addresses["api"] + "/tei"
     call = "curl -sf {}/{}/{} -X POST -H 'Content-Type: application/json' -d '{}'"
     vectors = json.loads(user.types(call.format(base, "faq", "embed", '{"inputs": "late"}')))
     assert np.shape(vectors) == (1, 384)
