@@ -21,11 +21,11 @@ PICTURES = (
 
 SEARCHED = {
     "docker/overload.md": ("overload",),
-    "pipelines/gateway.md": ("OpenAI",),
-    "pipelines/measuring.md": ("batch",),
-    "pipelines/precision.md": ("fp16",),
-    "pipelines/tasks.md": ("multi-label",),
-    "pipelines/tensorrt.md": ("GPU",),
+    f"{tables.GUIDES}/gateway.md": ("OpenAI",),
+    f"{tables.GUIDES}/measuring.md": ("batch",),
+    f"{tables.GUIDES}/precision.md": ("fp16",),
+    f"{tables.GUIDES}/tasks.md": ("multi-label",),
+    f"{tables.GUIDES}/tensorrt.md": ("GPU",),
 }
 """Words whose search lists a page first."""
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")

@@ -35,6 +35,8 @@ from triptych.tasks.catalog import TASKS
 from triptych.tasks.task import Task
 
 ROOT = Path(__file__).resolve().parents[2]
+GUIDES = "build_scripts/documentation/guides"
+"""Folder of the guides."""
 Rows = Iterable[Sequence[str]]
 
 
@@ -284,22 +286,22 @@ def _list_families(families: Iterable[Family]) -> str:
 # --- pages
 
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
-    "fields of encoders": ("pipelines/fields.md", lambda: list_fields(PipelineSpec)),
-    "fields of own models": ("pipelines/fields.md", list_own_fields),
-    "fields of text-generation": ("pipelines/fields.md", lambda: list_fields(GenerationSpec)),
-    "fields of text2text-generation": ("pipelines/fields.md", lambda: list_fields(Text2TextSpec)),
-    "commands": ("pipelines/commands.md", list_commands),
-    "error codes": ("pipelines/errors.md", list_error_codes),
-    "exceptions": ("pipelines/errors.md", list_exceptions),
-    "limits": ("pipelines/accuracy.md", list_limits),
-    "limits outside the traffic": ("pipelines/accuracy.md", list_probe_limits),
+    "fields of encoders": (f"{GUIDES}/fields.md", lambda: list_fields(PipelineSpec)),
+    "fields of own models": (f"{GUIDES}/fields.md", list_own_fields),
+    "fields of text-generation": (f"{GUIDES}/fields.md", lambda: list_fields(GenerationSpec)),
+    "fields of text2text-generation": (f"{GUIDES}/fields.md", lambda: list_fields(Text2TextSpec)),
+    "commands": (f"{GUIDES}/commands.md", list_commands),
+    "error codes": (f"{GUIDES}/errors.md", list_error_codes),
+    "exceptions": (f"{GUIDES}/errors.md", list_exceptions),
+    "limits": (f"{GUIDES}/accuracy.md", list_limits),
+    "limits outside the traffic": (f"{GUIDES}/accuracy.md", list_probe_limits),
     "metrics of the server": ("docker/metrics.md", list_server_metrics),
     "metrics of the gateway": ("docker/metrics.md", list_gateway_metrics),
     "metrics of monitor": ("docker/metrics.md", list_monitor_metrics),
 }
 """Page and function of each table, by the name in its marks."""
 
-SITE_ONLY = ("pipelines/fields.md", "pipelines/commands.md")
+SITE_ONLY = (f"{GUIDES}/fields.md", f"{GUIDES}/commands.md")
 """Pages whose tables are on the site and not in the repository."""
 
 

@@ -22,7 +22,7 @@ from triptych.tasks.metrics_generated import GENERATED, exact_match, rouge_l
 
 
 def test_the_reference_states_the_limits() -> None:
-    text = (ROOT / "pipelines/generation.md").read_text(encoding="utf-8")
+    text = (ROOT / "build_scripts/documentation/guides/generation.md").read_text(encoding="utf-8")
     for metric in METRICS:
         (row,) = re.findall(rf"(?m)^\| `{metric.name}` \|.*$", text)
         stated = [cell.strip() for cell in row.split("|")[3:-1]]

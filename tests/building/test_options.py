@@ -331,7 +331,9 @@ def test_parameters_of_documented_clients_reach_the_steps(server: Server, raw: A
         with caught.value as answer:
             assert answer.code == 400
             assert message in answer.read().decode()
-    documented = (ROOT / "pipelines/clients.md").read_text(encoding="utf-8")
+    documented = (ROOT / "build_scripts/documentation/guides/clients.md").read_text(
+        encoding="utf-8"
+    )
     assert "LiteLLM's `triton/` embeddings cannot be used" in documented
 
 
@@ -343,7 +345,9 @@ def test_every_documented_client_sends_options(server: Server, raw: Any, lookups
     for name, ask in CLIENTS.items():
         assert np.array_equal(ask(server), expected), name
         lookups(1, 0, of=name)  # the bytes of the tensors are equal, too
-    documented = (ROOT / "pipelines/clients.md").read_text(encoding="utf-8")
+    documented = (ROOT / "build_scripts/documentation/guides/clients.md").read_text(
+        encoding="utf-8"
+    )
     section = documented.partition("### Options as inputs")[2].partition("###")[0]
     rows = [line.split(" | ")[0].removeprefix("| ") for line in section.splitlines()]
     assert [row for row in rows if row in {*CLIENTS, *ANALYZERS}] == [*CLIENTS, *ANALYZERS]

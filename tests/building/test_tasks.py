@@ -313,7 +313,7 @@ def test_image_classification(
         same_choices(mine, theirs)
     assert len({choices[0].label for choices in got}) > 1
 
-    text = (ROOT / "pipelines/clients.md").read_text(encoding="utf-8")
+    text = (ROOT / "build_scripts/documentation/guides/clients.md").read_text(encoding="utf-8")
     (snippet,) = re.findall(r"```python\n(import json\nimport struct.*?)```", text, re.DOTALL)
     (tmp_path / "red.png").write_bytes(images[0])
     stated = {

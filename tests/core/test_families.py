@@ -1,7 +1,7 @@
 """Every family of transformers in every task: built as a user builds it, equal to transformers.
 
 ``pytest tests/core/test_families.py -m long --rewrite`` puts the results on record, which
-``pipelines/families.md`` shows.
+``build_scripts/documentation/guides/families.md`` shows.
 """
 
 import functools

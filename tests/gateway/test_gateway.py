@@ -316,7 +316,7 @@ def test_every_pipeline_has_an_endpoint_with_its_own_inputs(http: httpx2.Client)
 def test_the_examples_of_the_documents_are_answered(
     served: dict[str, Any], http: httpx2.Client
 ) -> None:
-    text = (ROOT / "pipelines/gateway.md").read_text(encoding="utf-8")
+    text = (ROOT / "build_scripts/documentation/guides/gateway.md").read_text(encoding="utf-8")
     text = text.replace(RESTATED, served["api"].removeprefix("http://"))
     blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
     lines = [line for block in blocks for line in re.sub(r"\\\n\s*", "", block).splitlines()]

@@ -119,7 +119,9 @@ BUSY = answers(8.0, good=4.0)  # eight a second of a second each: 8 under way
 def test_every_field_that_is_tried_is_tunable_and_one_of_the_spec() -> None:
     keys = [field(evidence(BUSY)).key for field in GENERATION_FIELDS]
     assert sorted(keys) == sorted(TUNABLE_GENERATION)
-    reference = (ROOT / "pipelines/generation.md").read_text(encoding="utf-8")
+    reference = (ROOT / "build_scripts/documentation/guides/generation.md").read_text(
+        encoding="utf-8"
+    )
     assert [key for key in keys if f"| `{key}` | " not in reference] == []
     spec = evidence(BUSY).plan.spec
     for key in keys:

@@ -24,10 +24,10 @@ from triptych.tasks.catalog import TASKS
 pytestmark = pytest.mark.build
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-CLIENTS = (ROOT / "pipelines/clients.md").read_text(encoding="utf-8")
-ACCURACY = (ROOT / "pipelines/accuracy.md").read_text(encoding="utf-8")
+CLIENTS = (ROOT / "build_scripts/documentation/guides/clients.md").read_text(encoding="utf-8")
+ACCURACY = (ROOT / "build_scripts/documentation/guides/accuracy.md").read_text(encoding="utf-8")
 FAULTS = (ROOT / "docker/faults.md").read_text(encoding="utf-8")
-PRECISION = (ROOT / "pipelines/precision.md").read_text(encoding="utf-8")
+PRECISION = (ROOT / "build_scripts/documentation/guides/precision.md").read_text(encoding="utf-8")
 COMMANDS = [
     line.split("  #")[0].strip()
     for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
@@ -98,7 +98,9 @@ def test_messages_name_nothing_that_only_a_clone_has() -> None:
     package = ROOT / "build_scripts/triptych"
     for path in package.rglob("*.py"):
         for text in _messages(path):
-            found = re.search(r"\b(docker|pipelines)/[\w/]*\.md|pip install .?triptych", text)
+            found = re.search(
+                r"\b(docker|pipelines|guides)/[\w/]*\.md|pip install .?triptych", text
+            )
             assert not found, (path, text)
             assert "`make " not in text or "clone of Triptych" in text, (path, text)
     for path in package.rglob("templates/*/pipeline.yaml"):

@@ -33,7 +33,11 @@ NAMED = {"text-pair-classification": "text-classification"}
 """Templates with another name than their task: text-classification has one for pairs, too."""
 README = "".join(
     (ROOT / page).read_text(encoding="utf-8") + "\n## \n"
-    for page in ("pipelines/tasks.md", "pipelines/hooks.md", "pipelines/generation.md")
+    for page in (
+        "build_scripts/documentation/guides/tasks.md",
+        "build_scripts/documentation/guides/hooks.md",
+        "build_scripts/documentation/guides/generation.md",
+    )
 )
 FACTS = ModelInfo(
     sha256="",
@@ -333,7 +337,7 @@ def test_built_in_templates_are_documented() -> None:
     for template in built_in:
         assert template.is_built_in
         assert re.fullmatch(r"[A-Z][a-z]+s .+\.", template.description), template
-    text = (ROOT / "pipelines/templates.md").read_text(encoding="utf-8")
+    text = (ROOT / "build_scripts/documentation/guides/templates.md").read_text(encoding="utf-8")
     rows = re.findall(r"(?m)^\| `([a-z0-9-]+)` \| (.+) \|$", text)
     assert rows == [(template.name, template.description) for template in built_in]
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from tests.support.project import ROOT
 
 RECORD = ROOT / "tests/data/families.jsonl"
-PAGE = ROOT / "pipelines/families.md"
+PAGE = ROOT / "build_scripts/documentation/guides/families.md"
 LIMIT = 1e-5
 """Largest difference from the reference in fp32 with which a family counts as served."""
 NOT_MEASURED = "not measured"

@@ -180,7 +180,7 @@ LIMITS: Mapping[str, Mapping[str, float]] = {
 }
 """Precision of the core, or of the KV cache, to the limits of the metrics. A first difference at a
 large logit margin is a fault, not rounding. The limits are about twice the values of SmolLM2-135M,
-which pipelines/generation.md lists."""
+which build_scripts/documentation/guides/generation.md lists."""
 EVERY = {"prompt_agreement": 1.0, "stream_agreement": 1.0}
 
 
