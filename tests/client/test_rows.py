@@ -4,6 +4,7 @@ import asyncio
 import csv
 import datetime
 import decimal
+import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -366,6 +367,12 @@ def test_vectors_are_one_array(tmp_path: Path) -> None:
     found = np.load(out)
     assert found.dtype == np.float32
     np.testing.assert_array_equal(found, np.array([[np.nan] * 2, [1, 2], [3, 4]], np.float32))
+    both = [AnswerColumn("embedding_int8", "embedding_int8", np.int8, (0,)), vector]
+    writer = open_writer(table, scan, out, both, json_cells=False)
+    part = writer.encode(chunk, both, {"embedding": [[1.0]], "embedding_int8": [[]]})
+    assert np.load(io.BytesIO(writer.pack([part]))).tolist() == [[1.0]]
+    with pytest.raises(UserError, match="have another encoding"):
+        writer.pack([[[]]])
     with pytest.raises(UserError, match="has not exactly one output of vectors"):
         open_writer(
             table, scan, out, [AnswerColumn("score", "score", np.float32)], json_cells=False

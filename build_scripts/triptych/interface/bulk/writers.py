@@ -195,6 +195,10 @@ class VectorWriter:
         vectors = [
             output for output in outputs if output.dtype is not np.object_ and output.dims != (1,)
         ]
+        # The others are its encodings: `embedding_int8` of `embedding`.
+        vectors = [
+            one for one in vectors if all(each.output.startswith(one.output) for each in vectors)
+        ]
         if len(vectors) != 1:
             raise UserError(
                 "--out",
@@ -213,6 +217,13 @@ class VectorWriter:
         rows = [row for chunk in encoded for row in chunk]
         dtype = np.dtype(self._output.dtype)
         known = next((np.asarray(row, dtype) for row in rows if row is not None), None)
+        if known is not None and not known.size:
+            raise UserError(
+                "--out",
+                f"must not end with {VECTORS}: the rows have another encoding than this output",
+                given=self._output.output,
+                remedy="Leave out the parameter `encoding`, or name it for example answers.parquet",
+            )
         fill = np.nan if dtype.kind == "f" else 0
         empty = np.full(() if known is None else known.shape, fill, dtype)
         array = np.stack([empty if row is None else np.asarray(row, dtype) for row in rows])
