@@ -151,7 +151,8 @@ def bucket() -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     python = python_with(ROOT / "tests/data/moto.txt")
-    server = subprocess.Popen([python, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)])
+    command = [python, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
 
         def is_open() -> bool:
@@ -177,8 +178,9 @@ def test_a_corpus_in_a_store_of_s3_is_read_and_written(
         "AWS_DEFAULT_REGION": "us-east-1",
     }
     program = (
-        "import sys; from pyarrow import fs; store = fs.S3FileSystem(allow_bucket_creation=True);"
-        "store.create_dir('corpus'); fs.copy_files(sys.argv[1], sys.argv[2],"
+        "import sys; from pyarrow import fs;"
+        "store, _ = fs.FileSystem.from_uri('s3://corpus?allow_bucket_creation=true');"
+        "store.create_dir('corpus/in'); fs.copy_files(sys.argv[1], sys.argv[2],"
         " source_filesystem=eval(sys.argv[3]), destination_filesystem=eval(sys.argv[4]))"
     )
     here, there = "fs.LocalFileSystem()", "store"
@@ -195,8 +197,9 @@ def test_a_corpus_in_a_store_of_s3_is_read_and_written(
     assert run.returncode == 1, errors
     assert json.loads(printed)["rows"] == FILES * ROWS + 2
     out = tmp_path / "fetched"
+    out.mkdir()
     subprocess.run(
-        [*copy, "corpus/out", out, there, here], check=True, env={**os.environ, **access}
+        [*copy, "corpus/out", out.resolve(), there, here], check=True, env={**os.environ, **access}
     )
     check(out)
     written = "".join(path.read_text() for path in (out / "_triptych").iterdir())

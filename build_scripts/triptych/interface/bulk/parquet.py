@@ -50,7 +50,7 @@ class Parquet:
         self.path = path
         self._store = store
         try:
-            with pq.ParquetFile(path, filesystem=store) as file:
+            with pq.ParquetFile(str(path), filesystem=store) as file:
                 self.schema = file.schema_arrow
                 self._groups = range(*(groups or (0, file.num_row_groups)))
                 self._count = sum(file.metadata.row_group(at).num_rows for at in self._groups)
@@ -71,7 +71,7 @@ class Parquet:
 
     def _batches(self, size: int) -> Iterator[pa.RecordBatch]:
         try:
-            with pq.ParquetFile(self.path, filesystem=self._store) as file:
+            with pq.ParquetFile(str(self.path), filesystem=self._store) as file:
                 yield from file.iter_batches(size, self._groups)
         except (pa.ArrowException, OSError) as error:
             raise _not_parquet(self.path, error) from error
