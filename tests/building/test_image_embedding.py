@@ -1,11 +1,14 @@
 """Vectors of images on a real tritonserver, equal to those of transformers."""
 
+import asyncio
 import io
 import json
+from base64 import b64encode
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -15,6 +18,9 @@ from tests.support.mistakes import refusal
 from tests.support.project import build_into, selected_names, traffic_texts
 from tests.support.task_reference import image_bytes
 from triptych.client import Client, InvalidRequestError
+from triptych.gateway.app import make_app
+from triptych.gateway.http import Shared
+from triptych.gateway.pipelines import Pipelines
 from triptych.serving.server import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.build]
@@ -142,6 +148,30 @@ def test_the_texts_of_clip_have_vectors_in_the_space_of_its_images(
     difference = max(np.abs(each - wanted).max() for each in (together, np.stack(alone), batch))
     print(f"clip_text: {difference:.1e}")
     assert difference <= 1e-5
+
+
+def test_the_gateway_takes_images_as_data_urls(server: Server) -> None:
+    files = IMAGES[:3]
+    urls = [f"data:image/png;base64,{b64encode(data).decode()}" for data in files]
+    forms: list[list[object]] = [
+        [{"image": url} for url in urls],
+        [{"type": "image_url", "image_url": {"url": url}} for url in urls],
+    ]
+    with Client("clip", server.grpc_url) as client:
+        wanted = client.embed_images(files)
+
+    async def post(given: object) -> httpx2.Response:
+        pipelines = Pipelines(["clip"], {}, None, {"url": server.grpc_url})
+        transport = httpx2.ASGITransport(make_app(pipelines, Shared()))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://gateway") as http:
+            return await http.post("/v1/embeddings", json={"model": "clip", "input": given})
+
+    for form in forms:
+        data = asyncio.run(post(form)).json()["data"]
+        assert np.abs([each["embedding"] for each in data] - wanted).max() <= 1e-6
+    for url in ("http://127.0.0.1/a.png", "data:image/png;base64,§", "data:text/plain;base64,aa=="):
+        answer = asyncio.run(post([forms[0][0], {"image": url}]))
+        assert (answer.status_code, "input[1]" in answer.text) == (400, True), answer.text
 
 
 def test_a_pooling_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:

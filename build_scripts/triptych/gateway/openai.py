@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import re
 import time
 from collections.abc import Sequence
 from typing import Annotated, Literal
@@ -11,9 +12,10 @@ from typing import Annotated, Literal
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field
+from typing_extensions import TypeIs
 
 from triptych.client import InferenceError
-from triptych.gateway.errors import from_inference
+from triptych.gateway.errors import from_inference, invalid
 from triptych.gateway.http import WHOLE, Body, Operation, Shared
 from triptych.gateway.pipelines import (
     EMBEDDING,
@@ -26,13 +28,57 @@ from triptych.gateway.pipelines import (
 )
 
 
+class ImageUrl(Body):
+    """Data URL of an image."""
+
+    url: str
+
+
+class ImagePart(Body):
+    """Image as OpenAI's chats and vLLM have it."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+class JinaImage(Body):
+    """Image as Jina's embeddings have it: a data URL."""
+
+    image: str
+
+
+Images = Annotated[list[ImagePart | JinaImage], Field(min_length=1, fail_fast=True)]
+_DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,")
+
+
+def decode_images(parts: Images) -> list[bytes]:
+    """Return the bytes of the files in a request's data URLs.
+
+    Raises:
+        ApiError: One is another URL, which is never fetched, or is not base64.
+    """
+    files = []
+    for index, part in enumerate(parts):
+        url = part.image if isinstance(part, JinaImage) else part.image_url.url
+        start = _DATA_URL.match(url)
+        try:
+            if start is None:
+                raise ValueError("another URL")
+            files.append(base64.b64decode(url[start.end() :], validate=True))
+        except ValueError:
+            rule = "must be a data URL with base64 (data:image/png;base64,…); nothing is fetched"
+            raise invalid(f"input[{index}]", rule, url[:40], "Send the file itself") from None
+    return files
+
+
 class EmbeddingRequest(Body):
     """Request for embeddings.
 
     Attributes:
         model: Name of a pipeline, or an alias.
         input: A text, or a list of texts of any length up to the limit of the gateway. In place of
-            a text, its token ids as /tokenize returns them.
+            a text, its token ids as /tokenize returns them. For a pipeline of images, a list of
+            images as data URLs, in the form of vLLM (`image_url`) or of Jina (`image`).
         dimensions: Number of leading numbers of each vector that are returned.
         encoding_format: ``base64`` is the little-endian float32 numbers of a vector.
         user: Ignored.
@@ -43,7 +89,7 @@ class EmbeddingRequest(Body):
     """
 
     model: str
-    input: Texts
+    input: Texts | Images
     dimensions: Annotated[int, Field(ge=1), WHOLE] | None = None
     encoding_format: Literal["float", "base64"] | None = None
     user: str | None = None
@@ -132,6 +178,11 @@ class ModelList(BaseModel):
     data: list[ModelEntry]
 
 
+def is_images(given: Texts | Images) -> TypeIs[Images]:
+    """Whether the input of a request is images."""
+    return isinstance(given, list) and isinstance(given[0], ImagePart | JinaImage)
+
+
 def encode_vectors(vectors: NDArray[np.generic], encoding: str | None) -> list[object]:
     """Return vectors [n, dimensions] as lists of numbers or base64 of little-endian float32."""
     if encoding != "base64":
@@ -178,8 +229,10 @@ class OpenAi(Endpoints):
         example={"model": "minilm", "input": ["my delivery is late", "where is my parcel?"]},
     )
     async def embeddings(self, body: EmbeddingRequest) -> dict[str, object]:
-        """Return an embedding of each text."""
+        """Return an embedding of each text or image."""
         pipeline = self._pipelines.find(body.model)
+        if is_images(body.input):
+            return await self._embed_images(pipeline, body, body.input)
         texts = await self._texts(pipeline, body.input, "input")
         config = await pipeline.require(EMBEDDING)
         prompt = await pipeline.prompt(body.input_type, body.prompt)
@@ -201,6 +254,19 @@ class OpenAi(Endpoints):
         self._items.labels(pipeline.name).inc(len(texts))
         encoded = encode_vectors(vectors, body.encoding_format)
         return _listed(body.model, "embedding", "embedding", encoded, tokens)
+
+    async def _embed_images(
+        self, pipeline: Pipeline, body: EmbeddingRequest, parts: Images
+    ) -> dict[str, object]:
+        """Return an embedding of each image."""
+        self._limits.check_items("input", len(parts))
+        await pipeline.require(EMBEDDING)
+        vectors = await pipeline.client.embed_images(
+            decode_images(parts), dimensions=body.dimensions, encoding="float"
+        )
+        self._items.labels(pipeline.name).inc(len(parts))
+        encoded = encode_vectors(vectors, body.encoding_format)
+        return _listed(body.model, "embedding", "embedding", encoded, None)
 
     @Operation(
         "/pooling",
