@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Discriminator, Field, Tag
 from typing_extensions import TypeIs
 
 from triptych.client import InferenceError
@@ -48,6 +48,17 @@ class JinaImage(Body):
 
 
 Images = Annotated[list[ImagePart | JinaImage], Field(min_length=1, fail_fast=True)]
+
+
+def _kind(given: object) -> str:
+    """Return the tag of the member of `Inputs` whose errors a value is to have."""
+    first = given[0] if isinstance(given, list) and given else None
+    return "Images" if isinstance(first, dict | ImagePart | JinaImage) else "Texts"
+
+
+Inputs = Annotated[
+    Annotated[Texts, Tag("Texts")] | Annotated[Images, Tag("Images")], Discriminator(_kind)
+]
 _DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,")
 
 
@@ -89,7 +100,7 @@ class EmbeddingRequest(Body):
     """
 
     model: str
-    input: Texts | Images
+    input: Inputs
     dimensions: Annotated[int, Field(ge=1), WHOLE] | None = None
     encoding_format: Literal["float", "base64"] | None = None
     user: str | None = None
