@@ -44,6 +44,7 @@ HEAVY = {
         "tasks/catalog/hybrid_embedding.py",
         "tasks/catalog/multi_vector_embedding.py",
         "tasks/catalog/sparse_embedding.py",
+        "tasks/catalog/text_embedding.py",
         "tasks/heads.py",
         "tasks/task.py",
     },
