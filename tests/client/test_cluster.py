@@ -151,7 +151,7 @@ def bucket() -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     python = python_with(ROOT / "tests/data/moto.txt")
-    command = [python, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    command = [str(python), "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
 

@@ -4,6 +4,17 @@
 ...     vectors = client.embed(["a text", "another"])  # float32 [2, 384]
 """
 
+from triptych.client.answers import (
+    Answer,
+    Choice,
+    Entity,
+    HybridEmbedding,
+    Ranked,
+    SparseVector,
+    TokenChoice,
+    maxsim,
+    sparse_matrix,
+)
 from triptych.client.asynchronous import AsyncClient
 from triptych.client.connection import KeepAlive, Tls
 from triptych.client.errors import (
@@ -24,17 +35,6 @@ from triptych.client.retry import Retry
 from triptych.client.server_info import StepStatistics
 from triptych.client.streams import AsyncGeneration, Generation
 from triptych.client.sync import Client
-from triptych.client.tasks import (
-    Answer,
-    Choice,
-    Entity,
-    HybridEmbedding,
-    Ranked,
-    SparseVector,
-    TokenChoice,
-    maxsim,
-    sparse_matrix,
-)
 from triptych.client.wire import PipelineConfig
 
 __all__ = [

@@ -10,7 +10,8 @@ import numpy as np
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from triptych.client import InvalidRequestError, Ranked
-from triptych.client.tasks import Encoding, Vectors
+from triptych.client.answers import Vectors
+from triptych.client.tasks import Encoding
 from triptych.gateway.errors import COHERE, ApiError, invalid
 from triptych.gateway.http import WHOLE, Body, One, Operation
 from triptych.gateway.openai import encode_vectors
