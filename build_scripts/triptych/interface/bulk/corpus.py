@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 
+from triptych.base.cache import sha256_of
 from triptych.base.errors import UserError
 
 _MANIFEST = "_triptych"
@@ -173,10 +174,8 @@ class Output:
         self, part: CorpusPart, rows: int, failed: int, seconds: float, results: Path
     ) -> PartRecord:
         """Write the results of a part, then its record."""
+        record = PartRecord(rows, failed, seconds, results.stat().st_size, sha256_of(results))
         with results.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            record = PartRecord(rows, failed, seconds, results.stat().st_size, digest)
-            file.seek(0)
             self.publish(f"{part.name}.parquet", file)
         self.publish(f"{_MANIFEST}/{part.name}.json", json.dumps(record._asdict()).encode())
         return record
