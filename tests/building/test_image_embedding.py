@@ -26,7 +26,7 @@ from triptych.serving.server import Server
 pytestmark = [pytest.mark.server, pytest.mark.build]
 IMAGES = image_bytes()
 TEXTS = [*traffic_texts()[:12], "", "a <|endoftext|> within", "word " * 90, "Ärger 漢字 🙂"]
-EVERYDAY = ("dinov2", "clip")
+EVERYDAY = ("clip",)
 """Models that are served in each run; the others are for the long tests."""
 POOLINGS = {"vit_head": "cls"}
 CASES = [pytest.param(name, marks=() if name in EVERYDAY else pytest.mark.long) for name in KINDS]
@@ -108,7 +108,7 @@ def test_vectors_are_those_of_transformers(server: Server, repository: Path, nam
         forms = client.embed_images([first, str(first), opened, np.asarray(opened)])
         assert client.embed_images([]).shape == (0, wanted.shape[1])
         results = client.embed_images_each([IMAGES[0], b"no image", IMAGES[1]])
-        with pytest.raises(InvalidRequestError, match=r"images\[1\]"):
+        with pytest.raises(InvalidRequestError, match="row 1: `image` must be str or bytes"):
             client.embed_images([IMAGES[0], 3])
     difference = max(np.abs(each - wanted).max() for each in (together, np.stack(alone)))
     print(f"{name}: {difference:.1e}")

@@ -88,6 +88,7 @@ def test_a_pickled_predictor_has_connections_of_its_own(predictor: triptych.Pred
 
 
 @pytest.mark.build
+@pytest.mark.long
 def test_a_predictor_serves_a_repository_until_it_is_closed(minilm_repository: Path) -> None:
     with triptych.Predictor(
         "minilm_packed", repository=minilm_repository, parameters={"dimensions": 16}

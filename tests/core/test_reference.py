@@ -31,7 +31,7 @@ from triptych.core.precision.stage import full_precision
 from triptych.core.requests import Sample, rows_of
 from triptych.models.image_source import _load
 from triptych.models.info import ImageInfo, Loader, ModelInfo
-from triptych.models.loading import load_model
+from triptych.models.loading import _own_settings, load_model
 from triptych.models.source import read_model_info
 from triptych.spec.spec import load_spec
 from triptych.tasks.catalog import find_task
@@ -155,13 +155,16 @@ def test_pixel_values_without_rescaling_or_normalizing() -> None:
 def test_every_setting_of_ours_is_listed_with_its_reason() -> None:
     """Settings are keywords of calls that load a model, and attributes that are set on it."""
     found = set()
-    for function in (load_model, load_as_user, reference_outputs, check_tokens, _load):
+    functions = (load_model, _own_settings, load_as_user, reference_outputs, check_tokens, _load)
+    for function in functions:
         for node in ast.walk(ast.parse(inspect.getsource(function))):
             match node:
                 case ast.Call(keywords=[*words]) if "trust_remote_code" in {w.arg for w in words}:
                     dicts = [w.value for w in words if isinstance(w.value, ast.Dict)]
-                    found |= {w.arg for w in words if not isinstance(w.value, ast.Dict)}
+                    found |= {w.arg for w in words if w.arg and not isinstance(w.value, ast.Dict)}
                     found |= {key.value for each in dicts for key in each.keys}  # type: ignore[union-attr]
+                case ast.Return(value=ast.Dict(keys=keys)) if function is _own_settings:
+                    found |= {key.value for key in keys}  # type: ignore[union-attr]
                 case ast.Assign(targets=[ast.Attribute(attr=name)]):
                     found.add(name)
     listed = {re.split("[=(]", name)[0].rpartition(".")[2] for name in OVERRIDES}

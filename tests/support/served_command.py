@@ -38,6 +38,7 @@ def endpoints_of(server: subprocess.Popen[str]) -> dict[str, Any]:
     line = server.stdout.readline()
     assert line, server.stderr and server.stderr.read()
     endpoints: dict[str, Any] = json.loads(line)
+    assert "error" not in endpoints, line
     return endpoints
 
 

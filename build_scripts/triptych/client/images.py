@@ -23,15 +23,21 @@ Images = Sequence["bytes | str | Path | Image | NDArray[Any]"]
 def encode_images(images: Images) -> list[bytes]:
     """Return the bytes of each image; images of Pillow and arrays become PNG files.
 
+    A value that is no image, or the error of one that cannot be read, stays in its place, so that
+    `encode_rows` refuses that row alone.
+
     Raises:
-        InvalidRequestError: A file cannot be read, or a value is not an image.
+        InvalidRequestError: `images` is one image.
     """
     if isinstance(images, bytes | str | Path):
-        raise _error("must be a sequence of images", images, "Put the image into a list")
-    return [_encode(image, f"images[{index}]") for index, image in enumerate(images)]
+        raise InvalidRequestError(
+            f"`images` must be a sequence of images. Given: {str(images)[:120]}. "
+            "Put the image into a list."
+        )
+    return [_encode(image) for image in images]
 
 
-def _encode(image: Any, name: str) -> bytes:
+def _encode(image: Any) -> Any:
     if isinstance(image, bytes):
         return image
     try:
@@ -44,14 +50,9 @@ def _encode(image: Any, name: str) -> bytes:
 
             image = Image.fromarray(image)
         if not hasattr(image, "getexif"):
-            raise TypeError(type(image).__name__)
+            return image
         file = io.BytesIO()
         image.save(file, "PNG", exif=image.getexif())
     except (ImportError, OSError, TypeError, ValueError) as error:
-        rule = f"must have the bytes, the path or the pixels of an image at `{name}`"
-        raise _error(rule, error, "Send the bytes of its file") from error
+        return error
     return file.getvalue()
-
-
-def _error(rule: str, given: object, remedy: str) -> InvalidRequestError:
-    return InvalidRequestError(f"`images` {rule}. Given: {str(given)[:120]}. {remedy}.")

@@ -219,7 +219,7 @@ def _encode_value(
 
 def _check_bytes(value: object) -> bytes:
     if not isinstance(value, bytes):
-        raise TypeError(type(value).__name__)
+        raise TypeError(value if isinstance(value, Exception) else type(value).__name__)
     return value
 
 

@@ -53,7 +53,10 @@ Images = Annotated[list[ImagePart | JinaImage], Field(min_length=1, fail_fast=Tr
 def _kind(given: object) -> str:
     """Return the tag of the member of `Inputs` whose errors a value is to have."""
     first = given[0] if isinstance(given, list) and given else None
-    return "Images" if isinstance(first, dict | ImagePart | JinaImage) else "Texts"
+    is_image = isinstance(first, ImagePart | JinaImage)
+    if isinstance(first, dict):
+        is_image = not first.keys().isdisjoint(("image", "image_url"))
+    return "Images" if is_image else "Texts"
 
 
 Inputs = Annotated[

@@ -46,6 +46,7 @@ OVERRIDES = {
     "trust_remote_code=False": "code of a model is never run",
     "return_dict=True": "outputs are read by name, whatever config.json says; numbers are the same",
     "rope_type=default": "dynamic frequencies differ only beyond the length of the model",
+    "projection_dim": "one side of CLIP has the size of the whole, not of its own config",
     "config.use_cache=False": "keys and values of one row are used once; results are the same",
     "ignore_mismatched_sizes=True": "mismatched weights are then reported by name and refused",
     "set_pooling_include_prompt(False)": "as for hkunlp/instructor-*, which a user loads by name",
