@@ -254,14 +254,13 @@ def _sentence_outputs(
     """Return vectors or scores of sentence-transformers, for rows of tokens."""
     import torch
 
-    from triptych.models.token_layers import load_layer
-
     if any(isinstance(row, TokenRow) and row.prompt for row in samples):
         model.set_pooling_include_prompt(False)
     if model.transformers_model is not None:
         _read_by(model.transformers_model, model.tokenizer.model_input_names)
     if double:
         model.double()
+    finish = _finish_several(folder, core, double=double) if core.returns == "several" else None
     expected: list[Expected] = []
     with torch.inference_mode():
         for row in counted(samples, "rows", len(samples)):
@@ -273,15 +272,8 @@ def _sentence_outputs(
             output = model(features)
             if "scores" in output:  # of a CrossEncoder
                 result = model.activation_fn(output["scores"][0])
-            elif core.returns == "several":  # as FlagEmbedding's BGEM3FlagModel
-                hidden = output["token_embeddings"][0]
-                size = hidden.shape[-1]
-                weigh = load_layer(folder, WEIGHTS_LAYER, size, 1).to(hidden.dtype)
-                project = load_layer(folder, VECTORS_LAYER, size, size).to(hidden.dtype)
-                weights, vectors = weigh(hidden).relu(), project(hidden)
-                vectors = torch.nn.functional.normalize(vectors, dim=-1)
-                results = output["sentence_embedding"][0], weights, vectors
-                expected.append(tuple(each.numpy() for each in results))
+            elif finish is not None:
+                expected.append(finish(output))
                 continue
             elif core.reads == "vectors":
                 result = output["token_embeddings"][0]
@@ -290,6 +282,30 @@ def _sentence_outputs(
                 result = output["sentence_embedding"][0, :size]
             expected.append((result.numpy(),))
     return expected
+
+
+def _finish_several(
+    folder: Path, core: Core, *, double: bool
+) -> Callable[[Mapping[str, Any]], Expected]:
+    """Return the function from features to the results of all heads, as of `BGEM3FlagModel`."""
+    from torch.nn.functional import normalize
+
+    from triptych.models.token_layers import load_layer
+
+    width = int(core.outputs[0].dims[0])
+    weigh = load_layer(folder, WEIGHTS_LAYER, width, 1)
+    project = load_layer(folder, VECTORS_LAYER, width, width)
+    if double:
+        weigh.double()
+        project.double()
+
+    def finish(features: Mapping[str, Any]) -> Expected:
+        hidden = features["token_embeddings"][0]
+        vectors = normalize(project(hidden), dim=-1)
+        results = features["sentence_embedding"][0], weigh(hidden).relu(), vectors
+        return tuple(result.numpy() for result in results)
+
+    return finish
 
 
 def check_tokens(inputs: PipelineInputs) -> object:
