@@ -21,6 +21,7 @@ from tests.support.project import (
     quiet,
     selected_names,
     traffic_texts,
+    write_pipeline,
 )
 from tests.support.served_command import gateway
 from tests.support.served_models import ROBERTA, UNIGRAM, VECTORS, Served, each_of, save
@@ -69,13 +70,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base / "m3"
 
 
-def write_pipeline(folder: Path, model: Path, **fields: Any) -> Path:
-    folder.mkdir(parents=True)
-    spec = {"task": "hybrid-embedding", "model": {"source": str(model)}, **fields}
-    (folder / "pipeline.yaml").write_text(json.dumps(spec), encoding="utf-8")
-    lines = [json.dumps({"text": text}) for text in TEXTS]
-    (folder / "traffic.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    return folder
+def write_hybrid(folder: Path, model: Path, **fields: Any) -> Path:
+    rows = [{"text": text} for text in TEXTS]
+    source = {"source": str(model)}
+    return write_pipeline(folder, rows, task="hybrid-embedding", model=source, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +83,7 @@ def server(
     base = tmp_path_factory.mktemp("hybrid")
     names = {LAYOUTS[0], *selected_names(request)}
     for layout in [each for each in LAYOUTS if each in names]:
-        folder = write_pipeline(base / "pipelines" / layout, model, core={"layout": layout})
+        folder = write_hybrid(base / "pipelines" / layout, model, core={"layout": layout})
         assert build_into(folder, base / "repository").gate.passed
     with Server(base / "repository") as server:
         yield server
@@ -255,7 +253,7 @@ def test_models_without_the_layers_are_refused(tmp_path: Path, model: Path) -> N
             load_layer(copy, name, *sizes)
     (copy / "modules.json").unlink()
     with pytest.raises(UserError, match=r"modules\.json"):
-        read_inputs(load_spec(write_pipeline(tmp_path / "p", copy)), quiet)
+        read_inputs(load_spec(write_hybrid(tmp_path / "p", copy)), quiet)
 
 
 def test_the_worst_kind_decides() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.mistakes import check_refused
-from tests.support.project import build_into, quiet, traffic_texts
+from tests.support.project import build_into, quiet, traffic_texts, write_pipeline
 from tests.support.scaffolding import run
 from tests.support.served_command import gateway
 from tests.support.served_models import (
@@ -150,16 +150,12 @@ OLDER = {"pylate": as_pylate, "stanford": as_stanford}
 """Forms in which PyLate 3 and Stanford's ColBERT save a model."""
 
 
-def write_pipeline(folder: Path, model: Path, task: str, **fields: Any) -> Path:
-    folder.mkdir(parents=True)
-    spec = {"task": task, "model": {"source": str(model)}, **fields}
-    (folder / "pipeline.yaml").write_text(json.dumps(spec), encoding="utf-8")
+def write_vectors(folder: Path, model: Path, task: str, **fields: Any) -> Path:
     rows = [{"text": text} for text in TEXTS]
     if task == "late-interaction-reranking":
         rows = [{"text": TEXTS[0], "text_pair": text} for text in TEXTS]
-    lines = [json.dumps(row) for row in rows]
-    (folder / "traffic.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    return folder
+    source = {"source": str(model)}
+    return write_pipeline(folder, rows, task=task, model=source, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +178,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) ->
     base = tmp_path_factory.mktemp("multi_vector")
 
     def build(name: str, model: Path, task: str, **fields: Any) -> None:
-        folder = write_pipeline(base / "pipelines" / name, model, task, **fields)
+        folder = write_vectors(base / "pipelines" / name, model, task, **fields)
         assert build_into(folder, base / "repository").gate.passed
 
     for name, model in models.items():
@@ -328,7 +324,7 @@ def test_an_error_of_a_query_names_the_first_row_that_has_it(
     tmp_path: Path, models: dict[str, Path]
 ) -> None:
     task, reject = "late-interaction-reranking", {"truncation": "reject"}
-    folder = write_pipeline(tmp_path / "strict", models[EVERYDAY[0]], task, tokenizer=reject)
+    folder = write_vectors(tmp_path / "strict", models[EVERYDAY[0]], task, tokenizer=reject)
     (folder / "traffic.jsonl").write_text('{"text": "a", "text_pair": "b"}\n', encoding="utf-8")
     inputs = read_inputs(load_spec(folder), quiet)
     assert inputs.tokenizer_file is not None
@@ -360,19 +356,19 @@ def test_settings_of_a_model_are_applied_or_refused(
         model = tmp_path / f"{file.replace('/', '_')}_{'_'.join(values)}"
         shutil.copytree(source, model)
         (model / file).write_text(json.dumps({**json.loads((model / file).read_text()), **values}))
-        return write_pipeline(model / "pipeline", model, task)
+        return write_vectors(model / "pipeline", model, task)
 
     transformer, mask = "sentence_bert_config.json", "2_MultiVectorMask/config.json"
     for message, folder in (
         ("keep_only_token_ids", changed(mask, keep_only_token_ids=[5])),
         ("length of 1 to", changed(transformer, query_expansion={"length": 9999})),
-        ("MultiVectorMask", write_pipeline(tmp_path / "plain", minilm_folder, task)),
+        ("MultiVectorMask", write_vectors(tmp_path / "plain", minilm_folder, task)),
     ):
         check_refused(message, read_inputs, load_spec(folder), quiet)
     both = changed(mask, skiplist_tasks=["query", "document"], skiplist_words=["a", "zzzz"])
     roles = read_inputs(load_spec(both), quiet).plan.info.roles
     assert len(roles["query"].skipped) == len(roles["document"].skipped) == 1
-    short = write_pipeline(tmp_path / "short", source, task, tokenizer={"max_length": 20})
+    short = write_vectors(tmp_path / "short", source, task, tokenizer={"max_length": 20})
     with pytest.raises(UserError, match=r"tokenizer\.max_length"):
         read_inputs(load_spec(short), quiet)
     means = changed("config_sentence_transformers.json", similarity_fn_name="meanmaxsim")

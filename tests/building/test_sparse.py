@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support.mistakes import check_refused
-from tests.support.project import build_into, quiet, traffic_texts
+from tests.support.project import build_into, quiet, traffic_texts, write_pipeline
 from tests.support.served_command import gateway
 from tests.support.served_models import (
     MASKS,
@@ -103,13 +103,10 @@ def write_model(name: str, folder: Path, minilm: Path) -> Path:
     return folder / "splade"
 
 
-def write_pipeline(folder: Path, model: Path, **fields: Any) -> Path:
-    folder.mkdir(parents=True)
-    spec = {"task": "sparse-embedding", "model": {"source": str(model)}, **fields}
-    (folder / "pipeline.yaml").write_text(json.dumps(spec), encoding="utf-8")
-    lines = [json.dumps({"text": text}) for text in TEXTS]
-    (folder / "traffic.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    return folder
+def write_sparse(folder: Path, model: Path, **fields: Any) -> Path:
+    rows = [{"text": text} for text in TEXTS]
+    source = {"source": str(model)}
+    return write_pipeline(folder, rows, task="sparse-embedding", model=source, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +128,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) ->
     for name, model in models.items():
         fields = {"core": {"layout": KINDS[name][2]}}
         built = build_into(
-            write_pipeline(base / "pipelines" / name, model, **fields), base / "repository"
+            write_sparse(base / "pipelines" / name, model, **fields), base / "repository"
         )
         assert built.gate.passed
     with Server(base / "repository") as server:
@@ -254,7 +251,7 @@ def test_settings_of_a_model_are_applied_or_refused(
     config.write_text(json.dumps({**json.loads(config.read_text()), "max_active_dims": 40}))
     info = read_model_info(model, loader=task.loader, modules=task.modules)
     assert task.parameters(info)["max_active_dims"].default == 40
-    inputs = read_inputs(load_spec(write_pipeline(tmp_path / "p", model)), quiet)
+    inputs = read_inputs(load_spec(write_sparse(tmp_path / "p", model)), quiet)
     assert inputs.plan.parameters["max_active_dims"] == 40
     listed = model / "modules.json"
     modules = json.loads(listed.read_text())
@@ -264,7 +261,7 @@ def test_settings_of_a_model_are_applied_or_refused(
         added = {"idx": 2, "name": "2", "path": "2_More", "type": more}
         listed.write_text(json.dumps([*modules, added]))
         folder = tmp_path / message.replace(" ", "_")
-        check_refused(message, read_inputs, load_spec(write_pipeline(folder, model)), quiet)
+        check_refused(message, read_inputs, load_spec(write_sparse(folder, model)), quiet)
     check_refused("sparse-embedding", read_model_info, models["bert"])
 
 

@@ -23,8 +23,8 @@ def traffic_texts() -> list[str]:
     return [json.loads(line)["text"] for line in lines]
 
 
-def write_pipeline(folder: Path, **fields: Any) -> Path:
-    """A pipeline's folder with MiniLM's traffic; `fields` override its spec."""
+def write_pipeline(folder: Path, rows: Sequence[object] = (), /, **fields: Any) -> Path:
+    """A pipeline's folder with `rows`, or MiniLM's traffic; `fields` override MiniLM's spec."""
     folder.mkdir(parents=True)
     spec = {
         "task": "text-embedding",
@@ -33,7 +33,8 @@ def write_pipeline(folder: Path, **fields: Any) -> Path:
     }
     (folder / "pipeline.yaml").write_text(json.dumps(spec), encoding="utf-8")  # JSON is YAML
     lines = (ROOT / "pipelines/minilm/traffic.jsonl").read_text(encoding="utf-8").splitlines()
-    text = "\n".join(lines[:TRAFFIC_ROWS]) + "\n"
+    lines = [json.dumps(row) for row in rows] or lines[:TRAFFIC_ROWS]
+    text = "\n".join(lines) + "\n"
     (folder / "traffic.jsonl").write_text(text, encoding="utf-8")
     return folder
 
