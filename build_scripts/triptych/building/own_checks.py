@@ -34,6 +34,7 @@ from triptych.core.own_reader import OwnReader
 from triptych.core.own_stages import find_stages, takes_rows
 from triptych.core.requests import GateRequest
 from triptych.models.info import info_of_interface
+from triptych.runtime.bucketing import widen_rows
 from triptych.runtime.hooking import HOOKS_FILE, MODULE_NAME, NUMPY_TYPES, REDACT, load_hooks
 from triptych.runtime.own_model import OwnDecoder, OwnRowMaker
 from triptych.runtime.own_step import OwnStep
@@ -224,8 +225,12 @@ def _check_preprocess(
             note = f"fails on {len(chunk.rows)} rows in one request, but not alone: {joined}"
             return made, Check("preprocess", "error", note)
         for name in maker.core_inputs:
-            parts = [made[index].tensors[name] for index in chunk.rows]
-            if not equal_outputs(joined.tensors[name], np.concatenate(parts)):
+            # Rows that are shorter alone are padded as those of a request are.
+            wide = [widen_rows(made[index], joined.width, 0) for index in chunk.rows]
+            parts = [each.tensors[name] for each in wide]
+            if len({part.shape[1:] for part in parts}) > 1 or not equal_outputs(
+                joined.tensors[name], np.concatenate(parts)
+            ):
                 note = f"`{name}` of a row depends on the other rows of its request"
                 return made, Check("preprocess", "error", note)
     return made, Check("preprocess", note=f"{len(alone)} rows, {row_us:,.0f} us a row")

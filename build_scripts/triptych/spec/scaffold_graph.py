@@ -169,10 +169,7 @@ class _Fitted:
         return head + "\n".join(self._fields()) + "\n" + tail
 
     def _name(self, tensor: GraphTensor) -> str:
-        """Return the name of a field, which differs from the tensor's if a spec cannot have it."""
-        name = re.sub(r"[^a-z0-9_]+", "_", tensor.name.lower()).strip("_")
-        if not name[:1].isalpha() or name in RESERVED_NAMES or name.startswith(RESERVED_PREFIXES):
-            name = f"value_{name}".rstrip("_")
+        name = field_name(tensor.name)
         while name in self._taken:
             name += "_out"
         self._taken.add(name)
@@ -181,27 +178,21 @@ class _Fitted:
     def _fields(self) -> Iterator[str]:
         if self._scalars:
             yield f"  scalars: {json.dumps(self._scalars)}   # of the shape [batch]"
-        if len(self._free) == 1:
-            axis = json.dumps(self._free[0])
-            of = f", of: {json.dumps(self._of)}" if self._of else ""
-            yield f"  axes: {{{axis}: {{max: {MAX_LENGTH}{of}}}}}   # a longer row is rejected"
-        elif self._free:
-            yield f"  # Free axes: {', '.join(self._free)}. All rows need arrays of one"
-            yield "  # size; or declare the one that differs: axes: {NAME: {max: SIZE}}."
+        yield from free_axes_text(self._free, self._of)
         yield "inputs:                      # one value a row"
         for name, tensor in self._inputs.items():
             is_file = name in self._images
             yield f"  {name}: " + (
                 "{type: bytes}   # an image file"
                 if is_file
-                else _field(tensor, self._ranges.get(tensor.name))
+                else field_text(tensor, self._ranges.get(tensor.name))
             )
         yield "outputs:"
         labels = read_labels(self._graph.metadata)
         metric = "   # metric: exact | max_difference | cosine | top1 | iou | function"
         for name, tensor in self._outputs.items():
             is_text = tensor.name in labels
-            yield f"  {name}: {'{type: text}' if is_text else _field(tensor)}{metric}"
+            yield f"  {name}: {'{type: text}' if is_text else field_text(tensor)}{metric}"
             metric = ""
 
     def _rows(self) -> Iterator[dict[str, object]]:
@@ -215,7 +206,7 @@ class _Fitted:
                     row[name] = f"samples/{SAMPLES[number]}"
                     continue
                 shape = [sizes[a] if isinstance(a, str) else a for a in tensor.row_axes]
-                row[name] = _random_value(name, tensor, shape, random, self._ranges)
+                row[name] = random_value(name, tensor, shape, random, self._ranges)
             yield row
             if sum(len(json.dumps(value)) for value in row.values()) > MAX_ELEMENTS:
                 return
@@ -247,7 +238,25 @@ class _Fitted:
         return head + "".join(parts) + _pixels(image)
 
 
-def _random_value(
+def field_name(name: str) -> str:
+    """Return the name of a field, which differs from the tensor's if a spec cannot have it."""
+    name = re.sub(r"[^a-z0-9_]+", "_", name.lower()).strip("_")
+    if not name[:1].isalpha() or name in RESERVED_NAMES or name.startswith(RESERVED_PREFIXES):
+        name = f"value_{name}".rstrip("_")
+    return name
+
+
+def free_axes_text(free: Sequence[str], of: Mapping[str, int]) -> Iterator[str]:
+    """Yield the lines of a spec for the free axes of a model besides the batch."""
+    if len(free) == 1:
+        sizes = f"{{max: {MAX_LENGTH}{f', of: {json.dumps(of)}' if of else ''}}}"
+        yield f"  axes: {{{json.dumps(free[0])}: {sizes}}}   # a longer row is rejected"
+    elif free:
+        yield f"  # Free axes: {', '.join(free)}. All rows need arrays of one"
+        yield "  # size; or declare the one that differs: axes: {NAME: {max: SIZE}}."
+
+
+def random_value(
     name: str,
     tensor: GraphTensor,
     shape: Sequence[int],
@@ -267,7 +276,7 @@ def _random_value(
     return value.tolist() if list(shape) != [1] else value.item()
 
 
-def _field(tensor: GraphTensor, limits: tuple[float, float] | None = None) -> str:
+def field_text(tensor: GraphTensor, limits: tuple[float, float] | None = None) -> str:
     """Return the declaration of an input or output, with its limits if known."""
     kind = "bool" if tensor.kind == "BOOL" else _TYPES.get(tensor.kind, "int")
     axes = [

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from triptych.base.errors import UserError
 from triptych.interface.cli.command import verb
 from triptych.interface.cli.options import (
     PIPELINES,
@@ -19,6 +21,9 @@ from triptych.interface.cli.options import (
 )
 from triptych.spec.template import tasks
 
+if TYPE_CHECKING:
+    from triptych.spec.scaffold import Scaffold
+
 Templates = Annotated[
     Path | None,
     typer.Option(
@@ -29,9 +34,10 @@ Templates = Annotated[
 ]
 
 
-@verb()
-def new(
-    name: Name,
+@dataclass(frozen=True, kw_only=True)
+class SourceOptions:
+    """Source of a new pipeline."""
+
     task: Annotated[
         str | None,
         typer.Argument(
@@ -39,15 +45,15 @@ def new(
             f"ONNX file or a module): "
             f"{', '.join(tasks())}."
         ),
-    ] = None,
+    ] = None
     template: Annotated[
         str | None,
         typer.Option(
             help="Template in place of TASK: a name that `triptych templates` lists, or a folder. "
             "Default: that of the task."
         ),
-    ] = None,
-    templates: Templates = None,
+    ] = None
+    templates: Templates = None
     model: Annotated[
         str | None,
         typer.Option(
@@ -55,27 +61,29 @@ def new(
             "PyTorch module, whose inputs and outputs are declared. Default: the example of the "
             "template."
         ),
-    ] = None,
+    ] = None
     hooks: Annotated[
         bool, typer.Option("--hooks", help="Add hooks.py for your own functions, with its tests.")
-    ] = False,
+    ] = False
+    from_repository: Annotated[
+        Path | None,
+        typer.Option(
+            "--from-repository",
+            help="Folder of a model repository that was written by hand, or of one of its "
+            "ensembles: Python steps around an ONNX model. In place of TASK.",
+        ),
+    ] = None
+
+
+@verb()
+def new(
+    name: Name,
+    source: SourceOptions,
     pipelines: Pipelines = PIPELINES,
     as_json: Json = False,
 ) -> None:
     """Write the folder of a new pipeline, and change no existing file."""
-    from triptych.core.own_scaffold import describe_model
-    from triptych.spec.scaffold import scaffold
-
-    made = scaffold(
-        name,
-        task=task,
-        model=model,
-        with_hooks=hooks,
-        pipelines=pipelines,
-        describe=describe_model,
-        template=template,
-        templates=templates,
-    )
+    made = _write(name, source, pipelines)
     if as_json:
         print_json(made.as_dict())
         return
@@ -100,3 +108,29 @@ def templates(folder: Templates = None, as_json: Json = False) -> None:
     for each in listed:
         where = "" if each.is_built_in else f" ({each.folder})"
         say(output, f"{each.name:{width}}  {each.description}{where}")
+
+
+def _write(name: str, source: SourceOptions, pipelines: Path) -> Scaffold:
+    from triptych.building.from_repository import new_from_repository
+    from triptych.core.own_scaffold import describe_model
+    from triptych.spec.scaffold import scaffold
+
+    if source.from_repository is None:
+        return scaffold(
+            name,
+            task=source.task,
+            model=source.model,
+            with_hooks=source.hooks,
+            pipelines=pipelines,
+            describe=describe_model,
+            template=source.template,
+            templates=source.templates,
+        )
+    if given := source.task or source.template or source.model or ("--hooks" * source.hooks):
+        raise UserError(
+            "--from-repository",
+            "takes the place of TASK, --template, --model and --hooks",
+            given=given,
+            remedy="Omit one of them",
+        )
+    return new_from_repository(name, source.from_repository, pipelines=pipelines)

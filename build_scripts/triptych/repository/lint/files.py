@@ -32,6 +32,7 @@ from triptych.repository.lint.snapshot import (
     warning,
 )
 from triptych.repository.python_env import ENV_PARAMETER
+from triptych.runtime.hooking import FILES_FOLDER
 from triptych.runtime.triton_io import SETTINGS_FILE
 
 # Pointer files of git LFS have about 130 bytes; no model is that small.
@@ -422,7 +423,9 @@ def python_import(model: Model) -> Iterator[Flaw]:
         imported -= sys.stdlib_module_names
         if exists(source.path.with_name(_GENERATION_MARK)):
             imported -= _FOR_GENERATION
-        foreign = [n for n in imported if not any(_is_module(place / n) for place in places)]
+        # Functions of a pipeline load the files beside them with the folder of each on the path.
+        here = [*places, source.path.parent] if FILES_FOLDER in source.path.parts else places
+        foreign = [n for n in imported if not any(_is_module(place / n) for place in here)]
         if foreign:
             yield warning(
                 f"should import only the standard library, {names(_IN_CONTAINER)} and siblings",
