@@ -65,14 +65,16 @@ KINDS: dict[str, tuple[Served | None, dict[str, str], str]] = {
 }  # fmt: skip
 """Masked model, settings of SpladePooling, and layout."""
 EVERYDAY = ("bert", "distil")
+ROUTED = ("modern", "distil")
+"""Models whose queries have their weights in a table."""
 
 
 def write_model(name: str, folder: Path, minilm: Path) -> Path:
     """Write a random SPLADE model of which few terms are active."""
     import torch
     from sentence_transformers import SparseEncoder
-    from sentence_transformers.base.modules import Transformer
-    from sentence_transformers.sparse_encoder.modules import SpladePooling
+    from sentence_transformers.base.modules import Router, Transformer
+    from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, SpladePooling
     from transformers import AutoModelForMaskedLM, AutoTokenizer
 
     served, settings, _ = KINDS[name]
@@ -99,7 +101,12 @@ def write_model(name: str, folder: Path, minilm: Path) -> Path:
         )
     model.save_pretrained(plain)
     modules = [Transformer(str(plain), transformer_task="fill-mask"), SpladePooling(**settings)]
-    SparseEncoder(modules=modules, device="cpu").save(str(folder / "splade"))
+    if name in ROUTED:
+        weights = torch.rand(len(tokenizer.get_vocab())) * 8 - 1
+        static = SparseStaticEmbedding(tokenizer, weights, frozen=True)
+        modules = [Router.for_query_document([static], modules)]
+    encoder = SparseEncoder(modules=modules, device="cpu", prompts={"query": "find: "})
+    encoder.save(str(folder / "splade"))
     return folder / "splade"
 
 
@@ -186,6 +193,26 @@ def test_vectors_are_those_of_the_library(
     assert np.abs(alone - wanted).max() < 1e-5 * scale
 
 
+@each_of([name for name in KINDS if name in ROUTED], EVERYDAY)
+def test_queries_have_the_weights_of_the_table(
+    server: Server, models: dict[str, Path], name: str
+) -> None:
+    from sentence_transformers import SparseEncoder
+
+    encoder = SparseEncoder(str(models[name]), device="cpu")
+    wanted = encoder.encode_query(TEXTS, convert_to_sparse_tensor=False).numpy()
+    assert wanted.min() < 0 < wanted.max()
+    few = encoder.encode_query(TEXTS, convert_to_sparse_tensor=False, max_active_dims=3).numpy()
+    with Client(name, url=server.grpc_url) as client:
+        together = client.embed_sparse(TEXTS, role="query")
+        alone = [client.embed_sparse([text], role="query")[0] for text in TEXTS]
+        highest = client.embed_sparse(TEXTS, role="query", max_active_dims=3)
+        empty = client.embed_sparse([""], role="query")
+    for vectors, rows in ((together, wanted), (alone, wanted), (highest, few)):
+        assert (sparse_matrix(vectors, wanted.shape[1]).toarray() == rows).all()
+    assert 0 < len(empty[0].indices) <= 3  # those of the prompt
+
+
 def test_the_gateway_has_the_sparse_vectors_of_tei(server: Server) -> None:
     name = EVERYDAY[0]
     with Client(name, url=server.grpc_url) as client:
@@ -263,6 +290,34 @@ def test_settings_of_a_model_are_applied_or_refused(
         folder = tmp_path / message.replace(" ", "_")
         check_refused(message, read_inputs, load_spec(write_sparse(folder, model)), quiet)
     check_refused("sparse-embedding", read_model_info, models["bert"])
+
+
+@pytest.mark.parametrize("name", EVERYDAY[1:])
+def test_a_router_that_is_not_served_is_refused(
+    tmp_path: Path, models: dict[str, Path], name: str
+) -> None:
+    import shutil
+
+    import torch
+    from safetensors.torch import save_file
+
+    source = {"model": {"source": str(models[name])}}
+    folder = write_pipeline(tmp_path / "dense", [{"text": "a"}], task="text-embedding", **source)
+    check_refused("query: SparseStaticEmbedding; document: ", read_inputs, load_spec(folder), quiet)
+    model = tmp_path / "model"
+    shutil.copytree(models[name], model)
+    router = model / "router_config.json"
+    given = json.loads(router.read_text())
+    (static,) = given["structure"]["query"]
+    pooled = {**given["structure"], "query": given["structure"]["document"]}
+    own = {**given["types"], static: "mine.SparseStaticEmbedding"}
+    for number, change in enumerate(({"structure": pooled}, {"types": own})):
+        router.write_text(json.dumps({**given, **change}))
+        spec = load_spec(write_sparse(tmp_path / f"route_{number}", model))
+        check_refused("must not have a Router", read_inputs, spec, quiet)
+    router.write_text(json.dumps(given))
+    save_file({"weight": torch.tensor([torch.nan])}, model / static / "model.safetensors")
+    check_refused("model that sentence-transformers can load", read_inputs, spec, quiet)
 
 
 def test_a_tie_of_the_last_term_is_no_difference() -> None:

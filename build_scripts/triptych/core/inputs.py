@@ -18,6 +18,7 @@ from triptych.core.reader import RequestReader
 from triptych.core.requests import GateRequest, Sample
 from triptych.models.info import ModelInfo
 from triptych.models.older import in_current_form
+from triptych.models.roles import QUERY
 from triptych.models.source import locate, read_model
 from triptych.models.tokenizer import OTHER_TOKENIZER
 from triptych.repository.config_text import check_config_texts
@@ -42,6 +43,7 @@ from triptych.spec.traffic import TRAFFIC_FILE, TrafficRow, read_traffic
 from triptych.spec.tuned import Tuned, describe_tuned, read_tuned
 from triptych.tasks.catalog import find_task, text_classification, text_embedding
 from triptych.tasks.catalog.reranking import with_logit_score
+from triptych.tasks.catalog.sparse_embedding import with_query_weights
 from triptych.tasks.catalog.text_classification import PAIR_CLASSIFICATION
 from triptych.tasks.catalog.text_embedding import FLOAT_EMBEDDING, with_text_tower
 from triptych.tasks.classes import with_class_scores, with_threshold
@@ -261,7 +263,7 @@ def read_inputs(spec: PipelineSpec, progress: Progress) -> PipelineInputs:
     progress("source", f"{info.architecture}, from {spec.model.source}")
     task.check(info)
     task, info = with_logit_score(task, info)
-    task = with_text_tower(task, info)
+    task = with_query_weights(with_text_tower(task, info), info)
     info = _with_length(info, spec, task, progress)
     _warn_of_labels(info, task, progress)
     task = with_threshold(task, info, spec.parameters)
@@ -287,13 +289,14 @@ def read_inputs(spec: PipelineSpec, progress: Progress) -> PipelineInputs:
             f"{lengths.truncated_share:.1%} over the limit of {reader.max_length}",
         )
     mask_token = str(task.settings(info).get("mask_token", ""))
+    read_otherwise = (QUERY,) if info.has_query_weights else tuple(info.roles)
     rows = gate_rows(
         reader,
         requests[:most],
         images=images,
         mask_token=mask_token,
         prompts=info.prompts,
-        roles=tuple(info.roles) if ROLE in task.parameters(info) else (),
+        roles=read_otherwise if ROLE in task.parameters(info) else (),
     )
     progress("traffic", str(rows))
     if tokenizer is not None and (other := tokenizer.parent / OTHER_TOKENIZER).is_dir():

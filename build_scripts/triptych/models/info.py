@@ -144,6 +144,8 @@ class ModelInfo:
     similarity: str | None = None
     # Largest number of terms of a sparse vector; None for no limit.
     max_active_dims: int | None = None
+    # Whether the terms of a query have their weights in a table; see `routed`.
+    has_query_weights: bool = False
     include_prompt: bool = True  # Whether the tokens of a prompt are pooled
     # Text put before each input by name of the prompt.
     prompts: Mapping[str, str] = field(default_factory=dict)
@@ -184,7 +186,7 @@ class ModelInfo:
         """Fields that affect the core, as plain data, without prompts and estimates of cost."""
         aside = {"prompts", "default_prompt", "free_prompt", "special_ids", "pair_template"}
         aside |= {"layers", "heads", "intermediate_size", "library_length", "entailment"}
-        aside |= {"padding_side", "max_active_dims", "roles", "similarity"}
+        aside |= {"padding_side", "max_active_dims", "roles", "similarity", "has_query_weights"}
         aside |= {name for name in ("own", "modules") if not getattr(self, name)}
         return {key: value for key, value in asdict(self).items() if key not in aside}
 

@@ -1,6 +1,6 @@
-"""Models with a vector for each token in older forms: those of PyLate 3 and of Stanford's ColBERT.
+"""Models in other forms: those of PyLate 3 and of Stanford's ColBERT, and those with a Router.
 
-sentence-transformers reads both and saves them in its own form, which is the only one read here.
+sentence-transformers reads them and saves them in its own form, which is the only one read here.
 """
 
 from __future__ import annotations
@@ -11,36 +11,42 @@ from triptych.base.cache import cached_stage, code_hash, versions_of
 from triptych.base.errors import Progress, UserError
 from triptych.models.info import Loader
 from triptych.models.loading import one_line, quiet
+from triptych.models.routed import check_routes, write_parts
 from triptych.models.settings import CONFIG
-from triptych.models.source import hash_model
-from triptych.models.text import read_json
+from triptych.models.source import hash_model, refuse_own_code
+from triptych.models.text import is_routed, read_json
 
 PYLATE, STANFORD = "ColBERT", "HF_ColBERT"
 """`model_type` of the file `settings.CONFIG`, and an architecture in ``config.json``."""
 
 
 def in_current_form(folder: Path, loader: Loader, progress: Progress) -> Path:
-    """Return the folder of a model; a cached folder with the current form for an older one.
+    """Return the folder of a model; a cached folder with the current form for another one.
 
     Raises:
-        UserError: sentence-transformers cannot load the model.
+        UserError: sentence-transformers cannot load the model, or its Router is not served.
     """
-    if loader != "MultiVectorEncoder":
-        return folder
-    saved_by = read_json(folder / CONFIG, default={}).get("model_type")
-    architectures = read_json(folder / "config.json").get("architectures") or ()
-    if saved_by != PYLATE and STANFORD not in architectures:
+    routed = is_routed(folder)
+    if routed:
+        check_routes(folder, loader)
+        for part in folder.glob("*/"):
+            refuse_own_code(part)
+    elif not _is_older(folder, loader):
         return folder
 
     def work(target: Path) -> None:
-        from sentence_transformers import MultiVectorEncoder
+        import sentence_transformers
 
+        load = getattr(sentence_transformers, loader)
         try:
             with quiet():
-                model = MultiVectorEncoder(
+                model = load(
                     str(folder), device="cpu", local_files_only=True, trust_remote_code=False
                 )
-                model.save(str(target), create_model_card=False)
+                if routed:
+                    write_parts(model, target)
+                else:
+                    model.save(str(target), create_model_card=False)
         except Exception as error:
             raise UserError(
                 "model.source",
@@ -52,8 +58,18 @@ def in_current_form(folder: Path, loader: Loader, progress: Progress) -> Path:
     key: dict[str, object] = {
         "model": hash_model(folder),
         "versions": versions_of("sentence-transformers", "transformers", "tokenizers"),
-        "code": code_hash("models/older.py"),
+        "code": code_hash("models/older.py", "models/routed.py"),
     }
     stage = cached_stage("current_form", key, work, progress)
-    progress("source", "an older form of a model with a vector for each token is converted")
+    form = "a model with a Router" if routed else "an older form of a model with token vectors"
+    progress("source", f"{form} is converted")
     return stage.folder
+
+
+def _is_older(folder: Path, loader: Loader) -> bool:
+    """Whether a model with a vector for each token is not in the form of the library."""
+    if loader != "MultiVectorEncoder":
+        return False
+    saved_by = read_json(folder / CONFIG, default={}).get("model_type")
+    architectures = read_json(folder / "config.json").get("architectures") or ()
+    return saved_by == PYLATE or STANFORD in architectures

@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import json
 import re
+import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -32,6 +33,7 @@ from triptych.models.text import (
     ModelConfig,
     Module,
     check_cross_encoder,
+    is_routed,
     read_activation,
     read_entailment,
     read_json,
@@ -45,6 +47,7 @@ from triptych.models.text import (
 )
 from triptych.models.token_layers import TOKEN_LAYERS
 from triptych.models.tokenizer import has_vocabulary, load_tokenizer, write_tokenizers
+from triptych.runtime.decode_queries import WEIGHTS_FILE
 
 CARD = "README.md"
 _HEAD = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
@@ -65,6 +68,7 @@ def read_license(folder: Path) -> str:
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.spm", "*.safetensors", *TOKEN_LAYERS)
+IN_MODULES = ("*.json", "*.safetensors", "pytorch_model.bin")
 FOREIGN = ("onnx/*", "openvino/*", "*.onnx")
 
 
@@ -214,6 +218,8 @@ def check_model_files(folder: Path, field: str, source: str) -> None:
     Raises:
         UserError: A file is missing.
     """
+    if is_routed(folder):  # `models.routed` checks it
+        return
     gliner = folder / "gliner_config.json"
     has_config = (folder / "config.json").is_file()
     refuse_adapter(folder, field, source, whole=has_config and has_weights(folder))
@@ -384,6 +390,7 @@ def read_model_info(
         roles=roles,
         similarity=saved.sentence.get("similarity_fn_name"),
         max_active_dims=saved.sentence.get("max_active_dims"),
+        has_query_weights=(folder / WEIGHTS_FILE).is_file(),
         include_prompt=include_prompt,
         prompts=prompts,
         default_prompt=default_prompt,
@@ -556,7 +563,7 @@ def _limit(value: object) -> int | None:
 def hash_model(folder: Path) -> str:
     """Return the hash of names and contents of the files that determine results, in hex."""
     digest = hashlib.sha256()
-    patterns = (*FILES, *WEIGHTS[1:], "*/*.json", "*/*.safetensors", "*/pytorch_model.bin")
+    patterns = (*FILES, *WEIGHTS[1:], *(f"*/{name}" for name in IN_MODULES), WEIGHTS_FILE)
     found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
     for path in sorted(found):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0")
@@ -609,6 +616,8 @@ def read_model(
         (target / "facts.json").write_text(json.dumps(asdict(info)), encoding="utf-8")
         if info.image is None:
             write_tokenizers(folder, target, tokenizer)
+        if info.has_query_weights:
+            shutil.copy(folder / WEIGHTS_FILE, target)
 
     stage = cached_stage("model", inputs, work, progress)
     info = TypeAdapter(ModelInfo).validate_json((stage.folder / "facts.json").read_bytes())

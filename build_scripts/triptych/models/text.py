@@ -266,6 +266,11 @@ def read_module_list(folder: Path) -> list[Module]:
     return modules
 
 
+def is_routed(folder: Path) -> bool:
+    """Whether the first module of a model is a Router, with modules in folders of their own."""
+    return any(_kind(module) == "Router" for module in read_module_list(folder)[:1])
+
+
 def _is_causal(config: ModelConfig) -> bool:
     architectures = config.get("architectures") or [""]
     return architectures[0].endswith("ForCausalLM") and config.get("is_causal", True)

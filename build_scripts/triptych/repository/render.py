@@ -32,6 +32,7 @@ from triptych.repository.config_text import merge_config_text, own_parameters
 from triptych.repository.manifest import SAMPLES_FILE
 from triptych.repository.python_env import ENV_FILE, ENV_PARAMETER, ENV_PATH
 from triptych.runtime.decode_embeddings import RANGES_FILE
+from triptych.runtime.decode_queries import WEIGHTS_FILE
 from triptych.runtime.hooking import FILES_FOLDER
 from triptych.runtime.own_model import ROW_TYPES, make_array
 from triptych.runtime.triton_io import SETTINGS_FILE, SETTINGS_PARAMETER
@@ -422,6 +423,9 @@ def _python_files(
         needed = plan.task.decodes_tokens or (hooks is not None and b".tokenizer" in hooks)
         if tokenizer_file is not None and (step == "preprocess" or needed):
             files[f"{plan.step(step)}/1/tokenizer.json"] = tokenizer_file
+    if plan.info.has_query_weights and tokenizer_file is not None:
+        weights = tokenizer_file.with_name(WEIGHTS_FILE)
+        files[f"{plan.step('postprocess')}/1/{WEIGHTS_FILE}"] = weights
     return files
 
 

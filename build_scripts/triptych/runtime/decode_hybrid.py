@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from .decode_sparse import SparseDecoder
+from .decode_sparse import SparseDecoder, join_terms
 from .decode_token_vectors import TokenVectorDecoder
 from .row_types import Arrays, Metadata, Parameters
 
@@ -32,20 +32,12 @@ class HybridDecoder:
             self._terms(each.ids, weights[: len(each.ids), 0])
             for each, weights in zip(metadata, outputs["token_weight"], strict=True)
         ]
-        width = max([1, *(len(ids) for ids, _ in terms)])
-        joined = {
-            "term_id": np.zeros((len(terms), width), np.int32),
-            "term_weight": np.zeros((len(terms), width), np.float32),
-        }
-        for row, (ids, weights) in enumerate(terms):
-            joined["term_id"][row, : len(ids)] = ids
-            joined["term_weight"][row, : len(ids)] = weights
         vectors = self._vectors.decode(
             {"token_embedding": outputs["token_vector"]}, metadata, {"encoding": "float"}
         )
         return {
             "embedding": outputs["sentence_embedding"],
-            **self._sparse.decode(joined, metadata, parameters),
+            **self._sparse.decode(join_terms(terms), metadata, parameters),
             "token_embedding": vectors["embedding"],
             "token_count": vectors["token_count"],
         }

@@ -29,6 +29,9 @@ class TokenRowMaker(ABC):
     stride = 0
     """Tokens that a window shares with the one before it."""
 
+    special_tokens = True
+    """Whether the tokenizer adds the tokens that begin and end a text."""
+
     def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
         self.settings = settings
         self.fields: list[str] = settings["inputs"]
@@ -174,7 +177,7 @@ class TokenRowMaker(ABC):
             return rows
         tokenizer = self.tokenizer
         encode = tokenizer.encode_batch if self.offsets else tokenizer.encode_batch_fast
-        encodings: list[Any] = encode(inputs)
+        encodings: list[Any] = encode(inputs, add_special_tokens=self.special_tokens)
         return encodings
 
     def tensors(self, rows: Sequence[Row]) -> CoreRows:

@@ -32,7 +32,7 @@ def prompt_rules(info: ModelInfo) -> Mapping[str, Rule]:
     """
     others = {"passage", "corpus"} & {name for name, text in info.prompts.items() if text}
     roles = ROLES if info.prompts.get(DOCUMENT) or not others else (QUERY,)
-    has_roles = any(info.prompts.get(role) for role in ROLES)
+    has_roles = info.has_query_weights or any(info.prompts.get(role) for role in ROLES)
     return {**prompt_rule(info), **({ROLE: Rule("str", choices=roles)} if has_roles else {})}
 
 

@@ -26,7 +26,7 @@ from triptych.core.inputs import PipelineInputs
 from triptych.core.requests import GateRequest, Sample, core_feed, hash_rows, rows_of
 from triptych.models.image_vectors import pooled
 from triptych.models.info import Activation, Loader, ModelInfo
-from triptych.models.roles import ROLES
+from triptych.models.roles import QUERY, ROLES
 from triptych.models.source import CODE as MODEL_CODE
 from triptych.models.token_layers import VECTORS_LAYER, WEIGHTS_LAYER
 from triptych.models.tokenizer import load_tokenizer
@@ -351,7 +351,10 @@ def check_tokens(inputs: PipelineInputs) -> object:
         found = make(request)
         wanted = [_row_of(features, typed=typed) for features in found]
         kept = [features[KEPT] for features in found if KEPT in features]
-        own = [(unpack_metadata(data).kinds != OUTSIDE).tolist() for data in request.metadata]
+        own = [
+            (each.ids if plan.info.has_query_weights else each.kinds != OUTSIDE).tolist()
+            for each in map(unpack_metadata, request.metadata)
+        ]
         if wanted != list(request.rows) or (kept and kept != own):
             raise _other_rows(request, wanted, library)
     return model
@@ -387,8 +390,14 @@ def _of_sentences(model: Any, info: ModelInfo, request: GateRequest) -> list[_Fe
     prompt = info.prompts.get(chosen, chosen if info.free_prompt else "")
     if role is not None:
         prompt = info.prompts.get(role, "")
+    if role == QUERY and info.has_query_weights:  # as `SparseStaticEmbedding` reads it
+        encode = partial(model.tokenizer, truncation=True, max_length=model.max_seq_length)
+        ids = encode(prompt + text, add_special_tokens=False)[IDS]
+        return [{IDS: ids[:1] or [0], KEPT: sorted({*ids})}]
     features = model.preprocess([(text, *second) if second else text], prompt=prompt)
     made = {name: features[name][0].tolist() for name in (IDS, TYPES) if name in features}
+    if info.has_query_weights:
+        return [{**made, KEPT: []}]
     return [made if info.include_prompt else {**made, LENGTH: features.get(LENGTH, 0)}]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -160,6 +161,18 @@ def _parameters(info: ModelInfo) -> Mapping[str, Rule]:
         "threshold": Rule("float", default=0.0, min=0.0),
     }
     return {**rules, **prompt_rules(info)}
+
+
+def with_query_weights(task: Task, info: ModelInfo) -> Task:
+    """Return the task for a model whose queries need no transformer."""
+    if not info.has_query_weights:
+        return task
+    return replace(
+        task,
+        rows="rows_queries.QueryTermsRowMaker",
+        decode="decode_queries.QueryTermsDecoder",
+        has_row_metadata=True,
+    )
 
 
 TASK = Task(
