@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from tests.support.deploy_cases import (
     ENGINE,
+    RAY,
     document,
     kustomized,
     options,
@@ -124,7 +125,12 @@ def test_what_cannot_work_is_refused_with_its_reason(tmp_path: Path) -> None:
         (repository, {"max_grace_seconds": 40}, reports, "15 + 30 + 5 s are 50 s"),
         # Options that a target does not know.
         (repository, {"target": "compose", "gateway": "public"}, reports, "--target kubernetes"),
-        (repository, {"target": "kserve", "replicas": 3}, reports, "--target compose"),
+        (repository, {"target": "kserve", "replicas": 3}, reports, "--target compose or ray"),
+        (repository, {"corpus": "s3://texts/*"}, reports, "only supported with --target ray"),
+        (repository, {**RAY, "corpus": None}, reports, "`--corpus` must be an address"),
+        (repository, {**RAY, "results": "s3://KEY:hidden@b/a"}, reports, "without credentials"),
+        (repository, {**RAY, "monitor_image": "a:1"}, reports, "kubernetes or kserve or compose"),
+        (repository, {**RAY, "name": "a" * 48}, reports, "at most 47 characters"),
         (repository, {"canary_percent": 5}, reports, "only supported with --target kserve"),
         (repository, {"target": "kserve", "canary_percent": 101}, reports, "a percentage"),
         (repository, {"rollout": "argo"}, reports, "needs --gateway"),
@@ -191,7 +197,9 @@ def test_what_is_missing_is_assumed_marked_and_can_be_replaced(tmp_path: Path) -
     none = tmp_path / "none"
     abouts = ["latency limit", "capacity", "processor cores", "memory", "content of the volume"]
     for target in TARGETS:
-        made = make_manifests(repository, "minilm", options(target=target), none)
+        made = make_manifests(
+            repository, "minilm", options(**(RAY if target == "ray" else {"target": target})), none
+        )
         for assumption, about in zip(made.assumptions, abouts, strict=True):
             assert assumption.about.startswith(about)
             assert re.search(r"`triptych (bench|build) minilm", assumption.remedy), about

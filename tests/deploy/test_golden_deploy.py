@@ -8,6 +8,7 @@ versions of builds and folders of the machine, which differ from run to run.
 
 import functools
 import json
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from benchmarks.local_envoy import envoy_command
 from tests.support.deploy_cases import (
     ENGINE,
     KUBERNETES,
+    RAY,
     kustomized,
     options,
     write_bench,
@@ -142,6 +144,11 @@ CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
         CACHING,
         {**HTTP_API, "http_api_tls": "/etc/gateway$1", "envoy_tls": "/etc/envoy$1", **VARIABLES},
     ),
+    "ray": (
+        {"mean_tokens": 20.5},
+        {**RAY, "replicas": 4, "repository_image": "registry.example.com/minilm"},
+    ),
+    "ray_gpu": (TENSORRT, RAY),
     "compose_tls": ({}, {"target": "compose", "envoy_tls": "/etc/tls"}),
 }  # fmt: skip
 NAMES = EndpointNames("triton.default.svc", 8001, 8000)
@@ -340,6 +347,7 @@ def test_clusters_take_what_is_written(made: dict[str, Made]) -> None:
         for query in (*values(documents, "query"), *values(documents, "expr")):
             promql_parser.parse(query)
         for words in values(documents, "command", "entrypoint"):
+            words = shlex.split(words) if isinstance(words, str) else words
             is_own = words[0] == "triptych" or words[2:3] == ["triptych.interface.cli"]
             assert not is_own or parses(*words), (case, words)
         reasons = [found for node in one.manifests.files.values() for found in reasons_of(node)]

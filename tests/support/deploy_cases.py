@@ -34,6 +34,10 @@ from triptych.tasks.task import Core
 KUBERNETES = ("1.37", "1.36", "1.35")
 """The newest two, and the oldest that is supported (November 2026)."""
 PROMISE = {"p99_ms": 80.0}
+RAY: dict[str, Any] = {
+    "target": "ray", "image": "triptych-ray:26.08", "corpus": "s3://texts/part-*.parquet",
+    "results": "s3://vectors/minilm",
+}  # fmt: skip
 WEIGHTS_MIB = 2
 ENGINE = EngineRecord(
     key="key",

@@ -48,11 +48,15 @@ def install_command(extra: str, only: Iterable[str] = ()) -> str:
     return f"pip install {' '.join(map(shlex.quote, wanted))}"
 
 
+def tested_versions() -> dict[str, str]:
+    """Return the tested version of each package."""
+    return dict(re.findall(r"(?m)^([\w.-]+)==(\S+)", _TESTED_FILE.read_text(encoding="utf-8")))
+
+
 def find_untested() -> dict[str, tuple[str, str]]:
     """Return the installed and the tested version of each package of which these differ."""
     found = {}
-    text = _TESTED_FILE.read_text(encoding="utf-8")
-    for name, tested in re.findall(r"(?m)^([\w.-]+)==(\S+)", text):
+    for name, tested in tested_versions().items():
         try:
             installed = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -67,6 +67,8 @@ class DeploymentContext:
     triggers: Sequence[Trigger]
     gpus: int  # Number of GPUs of a replica
     cores: ExplainedValue  # Number of cores that a replica keeps busy
+    # Rows per second of a replica that is always busy; None for a pipeline that generates text.
+    peak_per_s: ExplainedValue | None = None
     # Latency limits that Envoy can measure, which are those of whole answers.
     limits_ms: Sequence[float] = ()
     # Environment variables of the server besides those that all servers have.
@@ -184,6 +186,7 @@ def read_context(
         triggers=encoder_triggers(build, sizes, metrics),
         gpus=build.spec.serving.gpus_of_replica if build.spec.core.device == "gpu" else 0,
         cores=ExplainedValue(measured.cpu_cores.value, "at capacity"),
+        peak_per_s=measured.peak_per_s,
         limits_ms=list(build.spec.serving.slo.limits_ms.values()),
         environment={
             **options.environment,

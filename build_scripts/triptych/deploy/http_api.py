@@ -31,6 +31,7 @@ def http_api_values(c: DeploymentContext, repository: str, grpc_port: int) -> di
         "kubernetes": options.name,
         "kserve": f"dns:///{options.name}-replicas",
         "compose": "envoy",
+        "ray": "",
     }[options.target]
     tls = ["--tls-certificate", f"{_TLS}/tls.crt", "--tls-key", f"{_TLS}/tls.key"]
     return {

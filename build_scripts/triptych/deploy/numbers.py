@@ -33,9 +33,11 @@ from triptych.serving.bench.results import (
     BenchResult,
     Measurement,
     Resources,
+    find_best_point,
     format_rates,
     read_result,
 )
+from triptych.spec.slo import Slo
 
 MEMORY_MARGIN = 1.25
 """Factor for memory limits, because longer runs and other requests need more than `bench`."""
@@ -46,6 +48,7 @@ class MeasuredReplica:
     """Measurements of one replica."""
 
     capacity_per_s: ExplainedValue  # Maximum requests per second within the SLO
+    peak_per_s: ExplainedValue  # Maximum requests per second, regardless of the SLO
     cpu_cores: ExplainedValue  # Number of busy cores at that rate
     memory_mib: ExplainedValue  # Maximum memory
     load_s: float | None  # Time from start to ready, with the warm-ups; None if it is unknown
@@ -104,6 +107,14 @@ def _capacity(
     return ExplainedValue(rate.highest_per_s, held)
 
 
+def _peak(bench: BenchResult | None, capacity: ExplainedValue) -> ExplainedValue:
+    best = find_best_point(bench.points, Slo()) if bench else None
+    if bench is None or best is None:
+        return capacity
+    peak = best.median("throughput_per_s")
+    return ExplainedValue(peak, f"measured: {peak:.4g}/s at most ({_where(bench)})")
+
+
 def _assume(assumptions: list[Assumption], value: float, assumption: Assumption) -> ExplainedValue:
     assumptions.append(assumption)
     return ExplainedValue(value, str(assumption))
@@ -131,6 +142,7 @@ def _with_use(
     planned = build.spec.serving.served_by
     return MeasuredReplica(
         capacity_per_s=capacity,
+        peak_per_s=_peak(bench, capacity),
         cpu_cores=ExplainedValue(options.cpu_cores, "given by the user (--cpu)")
         if options.cpu_cores is not None
         else ExplainedValue(planned.cores, f"the plan for {planned.name} (serving.machine)")

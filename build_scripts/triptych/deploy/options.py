@@ -26,7 +26,7 @@ from triptych.deploy.variables import OPTION, read_variables
 if TYPE_CHECKING:
     from triptych.spec.any_spec import AnySpec
 
-TARGETS = ("kubernetes", "kserve", "compose")
+TARGETS = ("kubernetes", "kserve", "compose", "ray")
 """Names of the targets. The module of this name in `deploy` has a function `make_files`."""
 ROLLOUTS = ("argo",)
 ENVOY_IMAGE = "envoyproxy/envoy:v1.40.0"
@@ -34,6 +34,8 @@ WATCH_EVERY = "1h"
 """Interval between two runs of the monitor."""
 MAX_NAME_CHARACTERS = 54
 """Maximum length of a name, because the label ``keda-hpa-NAME`` is limited to 63 characters."""
+RAY_CHARACTERS = 47
+"""Maximum length of the name of a RayJob."""
 
 _RELEASE_TAG = re.compile(r":(\d\d)\.(0[1-9]|1[0-2])\b")
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
@@ -195,7 +197,8 @@ class DeployOptions:
     replicas: Annotated[
         int | None,
         typer.Option(
-            help="Number of replicas on a host (compose). Default: enough for the SLO's throughput."
+            help="Number of replicas on a host (compose), or of nodes (ray). Default: enough for "
+            "the SLO's throughput, or one node."
         ),
     ] = None
     monitor_image: Annotated[
@@ -246,6 +249,17 @@ class DeployOptions:
             help="Candidate build that gets copies of a share (0 to 1) of the requests. "
             "Default: no candidate.",
         ),
+    ] = None
+    corpus: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URI",
+            help="Files to infer, such as 's3://bucket/part-*.parquet' (ray). Default: none.",
+        ),
+    ] = None
+    results: Annotated[
+        str | None,
+        typer.Option(metavar="URI", help="Folder of the results (ray). Default: none."),
     ] = None
     variables: Annotated[
         list[str] | None,
@@ -344,7 +358,7 @@ def complete_options(
     triton = options.triton or _choose_release(options.image, spec.serving.triton, tensorrt)
     options = replace(
         options,
-        image=options.image or f"triptych-serve:{triton}",
+        image=options.image or f"triptych-{'ray' if options.target == 'ray' else 'serve'}:{triton}",
         name=options.name or spec.name,
         triton=triton,
     )
@@ -376,7 +390,7 @@ def _rules(o: DeployOptions) -> list[_Rule]:
             o.target,
             f"Use --target {TARGETS[0]}",
         ),
-        _name("--name", o.name, MAX_NAME_CHARACTERS),
+        _name("--name", o.name, RAY_CHARACTERS if o.target == "ray" else MAX_NAME_CHARACTERS),
         _name("--namespace", o.namespace, 63),
         *_image("--image", o.image, "Push the serving image, and name it with its tag"),
         *_image("--envoy-image", o.envoy_image, f"The usual one is {ENVOY_IMAGE}"),
@@ -425,7 +439,7 @@ def _rules(o: DeployOptions) -> list[_Rule]:
         *(
             _Rule(
                 option,
-                value is None or (o.target != "kserve" and o.gateway is None),
+                value is None or (o.target not in ("kserve", "ray") and o.gateway is None),
                 "is only supported for an Envoy of its own",
                 o.gateway or f"--target {o.target}",
                 "Let the gateway of the cluster authenticate clients",
@@ -435,7 +449,7 @@ def _rules(o: DeployOptions) -> list[_Rule]:
         *(
             _Rule(
                 option,
-                value is None or o.target == target,
+                value is None or o.target in target.split(" or "),
                 f"is only supported with --target {target}",
                 f"--target {o.target}",
                 "Leave it out",
@@ -444,9 +458,23 @@ def _rules(o: DeployOptions) -> list[_Rule]:
                 ("--gateway", o.gateway, "kubernetes"),
                 ("--rollout", o.rollout, "kubernetes"),
                 ("--canary-percent", o.canary_percent, "kserve"),
-                ("--replicas", o.replicas, "compose"),
+                ("--replicas", o.replicas, "compose or ray"),
+                ("--corpus", o.corpus, "ray"),
+                ("--results", o.results, "ray"),
+                ("--monitor-image", o.monitor_image, "kubernetes or kserve or compose"),
+                ("--http-api-image", o.http_api_image, "kubernetes or kserve or compose"),
                 ("--mirror", o.mirrored, "kubernetes"),
             )
+        ),
+        *(
+            _Rule(
+                option,
+                o.target != "ray" or (value is not None and "@" not in value),
+                "must be an address without credentials, which come from the pods' role",
+                value and value.rpartition("@")[2],
+                f"Write for example {option} s3://bucket/folder",
+            )
+            for option, value in (("--corpus", o.corpus), ("--results", o.results))
         ),
         _Rule(
             "--run-as-user",

@@ -230,7 +230,7 @@ def manifest_readable(unread: UnreadableFile) -> Iterator[Flaw]:
 
 
 def serves_triton(folder: Folder) -> Iterator[Flaw]:
-    if not folder.servers and not folder.unread:
+    if not folder.servers and not folder.unread and not folder.of("RayJob"):
         yield error(
             "There must be a workload that runs Triton",
             f"{len(folder.objects)} objects, none with an image or command of tritonserver",

@@ -161,13 +161,14 @@ def _results(
 
     There is one process for each GPU, or for each node of a cluster without GPUs.
     """
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    nodes = [node for node in alive if node.get("CPU")]  # without a head that runs nothing
     gpus = int(sum(node.get("GPU", 0) for node in nodes))
     if gpus and options.repository is not None:
         count, needed = gpus, {"num_gpus": 1}
     else:
-        most = min(node.get("CPU", 1) for node in nodes)
-        count, needed = len(nodes), {"num_cpus": int(most) // 2 + 1}
+        most = min((int(node["CPU"]) for node in nodes), default=1)
+        count, needed = max(len(nodes), 1), {"num_cpus": most // 2 + 1}
     rows = ray.data.from_items(
         [{"part": json.dumps(part)} for part in parts],
         override_num_blocks=min(len(parts), _MAX_BLOCKS),

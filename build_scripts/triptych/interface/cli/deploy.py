@@ -41,7 +41,7 @@ def deploy(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Generate manifests for Kubernetes, KServe or Docker Compose.
+    """Generate manifests for Kubernetes, KServe, Docker Compose or KubeRay.
 
     Capacity, memory and scaling follow from serving.slo and from a result of `bench
     --find-max-rate`; numbers that are missing are assumed, and marked with what replaces them.
