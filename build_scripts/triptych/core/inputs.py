@@ -42,11 +42,9 @@ from triptych.spec.spec import SPEC_FILE, PipelineSpec
 from triptych.spec.traffic import TRAFFIC_FILE, TrafficRow, read_traffic
 from triptych.spec.tuned import Tuned, describe_tuned, read_tuned
 from triptych.tasks.catalog import find_task, text_classification, text_embedding
-from triptych.tasks.catalog.reranking import with_logit_score
-from triptych.tasks.catalog.sparse_embedding import with_query_weights
 from triptych.tasks.catalog.text_classification import PAIR_CLASSIFICATION
-from triptych.tasks.catalog.text_embedding import FLOAT_EMBEDDING, with_text_tower
-from triptych.tasks.classes import with_class_scores, with_threshold
+from triptych.tasks.catalog.text_embedding import FLOAT_EMBEDDING
+from triptych.tasks.classes import with_class_scores
 from triptych.tasks.labeled import LabeledRow
 from triptych.tasks.prompts import PROMPT, ROLE
 from triptych.tasks.task import Task
@@ -262,11 +260,9 @@ def read_inputs(spec: PipelineSpec, progress: Progress) -> PipelineInputs:
     info = _with_prompts(info, spec, task)
     progress("source", f"{info.architecture}, from {spec.model.source}")
     task.check(info)
-    task, info = with_logit_score(task, info)
-    task = with_query_weights(with_text_tower(task, info), info)
+    task = task.form(task, info, spec.parameters)
     info = _with_length(info, spec, task, progress)
     _warn_of_labels(info, task, progress)
-    task = with_threshold(task, info, spec.parameters)
     if spec.serving.class_scores:
         task = with_class_scores(task, info)
     _check_max_length(spec, info)

@@ -80,6 +80,10 @@ class LogitScore:
     false_id: int | None = None
 
 
+HeadModule = Dense | Normalize | Truncate | LogitScore
+"""Module behind the pooling of a model."""
+
+
 @dataclass(frozen=True)
 class OwnInterface:
     """Tensors of the user's own model and the functions around it, without the batch dimension."""
@@ -135,7 +139,7 @@ class ModelInfo:
     lowercase: bool = False
     pooling: tuple[str, ...] = ("mean",)  # Poolings of token vectors, concatenated in this order
     # Modules after pooling, in order.
-    head: tuple[Dense | Normalize | Truncate | LogitScore, ...] = ()
+    head: tuple[HeadModule, ...] = ()
     # Settings of the modules that the head of a task computes itself, by class name.
     modules: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     # How the texts of each role are read, for a model with a vector for each token.

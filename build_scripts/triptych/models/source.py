@@ -355,6 +355,8 @@ def read_model_info(
     if not image or has_vocabulary(folder):
         scored = saved.modules if is_pairs else None
         texts = _read_texts(folder, config, scored, tokenizer)
+    if texts.logit_score is not None:
+        pooling, head = ("lasttoken",), (texts.logit_score,)
     relevance: Activation = "sigmoid"
     if is_pairs:
         relevance = read_relevance(config, saved.sentence, 1 if texts.logit_score else len(labels))

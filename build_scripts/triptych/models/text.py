@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from triptych.base.errors import UserError
-from triptych.models.info import Activation, Dense, LogitScore, Normalize, Truncate
+from triptych.models.info import Activation, Dense, HeadModule, LogitScore, Normalize, Truncate
 
 CLASSIFIES = "Classification"
 """Part of the class name of every transformers model with a classifying head."""
@@ -170,7 +170,7 @@ def read_modules(
     config: ModelConfig,
     sentence: SentenceConfig,
     of_task: Collection[str] = (),
-) -> tuple[tuple[str, ...], bool, tuple[Dense | Normalize | Truncate, ...]]:
+) -> tuple[tuple[str, ...], bool, tuple[HeadModule, ...]]:
     """Return pooling modes, whether prompts are pooled, and modules after pooling.
 
     As in sentence-transformers, a model without modules is not normalized, and pooled by the last
@@ -182,7 +182,7 @@ def read_modules(
     """
     pooling: tuple[str, ...] = ("lasttoken",) if not modules and _is_causal(config) else ("mean",)
     include_prompt = True
-    head: list[Dense | Normalize | Truncate] = []
+    head: list[HeadModule] = []
     of_tokens = MASK in of_task
     vectors, is_pooled = TOKENS if of_tokens else SENTENCE, of_tokens
     for index, module in enumerate(modules):

@@ -71,12 +71,12 @@ def with_class_scores(task: Task, info: ModelInfo) -> Task:
     )
 
 
-def with_threshold(task: Task, info: ModelInfo, given: Parameters) -> Task:
+def of_labels(task: Task, info: ModelInfo, given: Parameters) -> Task:
     """Return the task, for a multi-label model with all labels above a threshold as its answer.
 
     With `top_k` among the parameters `given` in the spec, the best labels are the answer.
     """
-    if task.decode != CLASS_DECODER or info.activation != "sigmoid" or len(info.labels) < 2:
+    if info.activation != "sigmoid" or len(info.labels) < 2:
         return task
     rules = {name: replace(rule, default=None) for name, rule in task.parameters(info).items()}
     rules["threshold"] = Rule("float", min=0, max=1)

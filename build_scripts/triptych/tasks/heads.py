@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from triptych.base.errors import UserError
 from triptych.models.checks import check_finite
-from triptych.models.info import Dense, LogitScore, ModelInfo, Normalize, Truncate
+from triptych.models.info import Dense, HeadModule, LogitScore, ModelInfo, Normalize, Truncate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -105,7 +105,7 @@ class SentenceHead(nn.Module):
         return vector
 
 
-def _load_module(module: Dense | Normalize | Truncate | LogitScore, folder: Path) -> nn.Module:
+def _load_module(module: HeadModule, folder: Path) -> nn.Module:
     if isinstance(module, Normalize):
         return UnitLength()
     if isinstance(module, Truncate):

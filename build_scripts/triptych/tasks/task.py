@@ -172,6 +172,8 @@ class Task:
     settings: Callable[[ModelInfo], Mapping[str, object]] = lambda info: {}
     # Raises `UserError` if a model does not fit the task.
     check: Callable[[ModelInfo], None] = lambda info: None
+    # Returns the form of the task for a model and the parameters that the spec gives.
+    form: Callable[[Task, ModelInfo, Parameters], Task] = lambda task, info, given: task
     pairs: bool = False  # Whether a model row has two segments
     # Class of sentence-transformers that loads the model for the reference; empty for transformers'
     # own pipelines.

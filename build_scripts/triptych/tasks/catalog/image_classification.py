@@ -10,6 +10,7 @@ from triptych.tasks.classes import (
     choosing_core,
     has_labels,
     labels,
+    of_labels,
     top_k,
 )
 from triptych.tasks.compare import LABEL_METRICS, compare_labels
@@ -33,6 +34,7 @@ TASK = Task(
     rows="rows_image.ImageRowMaker",
     decode=CLASS_DECODER,
     core=_core,
+    form=of_labels,
     metrics=LABEL_METRICS,
     compare_outputs=compare_labels,
     labeled=LABEL_ACCURACY,

@@ -50,6 +50,26 @@ def _check(info: ModelInfo) -> None:
         )
 
 
+def _of_logit(task: Task, info: ModelInfo, given: Parameters) -> Task:
+    """Return the task of a reranker that generates text, and scores by the logit of a token."""
+    if info.logit_score is None:
+        return task
+
+    def core(info: ModelInfo, parameters: Parameters) -> Core:
+        return Core("AutoModel", "pooled", "scores", (_RELEVANCE,), info.relevance)
+
+    if not info.pair_template:
+        return replace(task, core=core)
+    template = [list(form) for form in info.pair_template]
+    return replace(
+        task,
+        core=core,
+        rows="rows_template.TemplateRowMaker",
+        pairs=False,
+        settings=lambda info: {**prompt_settings(info), "pair_template": template},
+    )
+
+
 TASK = Task(
     name="reranking",
     loader="CrossEncoder",
@@ -65,24 +85,5 @@ TASK = Task(
     parameters=prompt_rule,
     settings=prompt_settings,
     check=_check,
+    form=_of_logit,
 )
-
-
-def with_logit_score(task: Task, info: ModelInfo) -> tuple[Task, ModelInfo]:
-    """Return the task of a reranker that generates text, and its head: the logit of a token."""
-    if task.name != TASK.name or info.logit_score is None:
-        return task, info
-
-    def core(info: ModelInfo, parameters: Parameters) -> Core:
-        return Core("AutoModel", "pooled", "scores", (_RELEVANCE,), info.relevance)
-
-    task = replace(task, core=core)
-    if info.pair_template:
-        template = [list(form) for form in info.pair_template]
-        task = replace(
-            task,
-            rows="rows_template.TemplateRowMaker",
-            pairs=False,
-            settings=lambda info: {**prompt_settings(info), "pair_template": template},
-        )
-    return task, replace(info, pooling=("lasttoken",), head=(info.logit_score,))

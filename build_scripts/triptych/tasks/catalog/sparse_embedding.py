@@ -163,7 +163,7 @@ def _parameters(info: ModelInfo) -> Mapping[str, Rule]:
     return {**rules, **prompt_rules(info)}
 
 
-def with_query_weights(task: Task, info: ModelInfo) -> Task:
+def _of_queries(task: Task, info: ModelInfo, given: Parameters) -> Task:
     """Return the task for a model whose queries need no transformer."""
     if not info.has_query_weights:
         return task
@@ -184,6 +184,7 @@ TASK = Task(
     rows="rows_text.PlainTextRowMaker",
     decode="decode_sparse.SparseDecoder",
     core=_core,
+    form=_of_queries,
     head=_head,
     metrics=(*COSINES, *NEIGHBORS, SIMILARITY_RANK_CORRELATION, _TERM_OVERLAP, _PRODUCT_ERROR),
     compare_outputs=compare_sparse,

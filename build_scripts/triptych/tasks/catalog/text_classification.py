@@ -12,6 +12,7 @@ from triptych.tasks.classes import (
     choosing_core,
     has_labels,
     labels,
+    of_labels,
     top_k,
 )
 from triptych.tasks.compare import LABEL_METRICS, compare_labels
@@ -25,6 +26,7 @@ TASK = Task(
     rows="rows_text.PlainTextRowMaker",
     decode=CLASS_DECODER,
     core=lambda info, _: choosing_core(SEQUENCE_CLASSIFIER, "row", len(info.labels)),
+    form=of_labels,
     metrics=LABEL_METRICS,
     compare_outputs=compare_labels,
     labeled=LABEL_ACCURACY,

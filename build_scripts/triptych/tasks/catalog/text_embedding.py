@@ -29,10 +29,10 @@ def _core(info: ModelInfo, parameters: Parameters) -> Core:
     return Core(auto_class="AutoModel", reads="pooled", returns="vector", outputs=(vector,))
 
 
-def with_text_tower(task: Task, info: ModelInfo) -> Task:
+def _of_text_tower(task: Task, info: ModelInfo, given: Parameters) -> Task:
     """Return the task for the text side of a model of texts and images, as transformers has it."""
     auto_class = TEXT_TOWERS.get(info.architecture, "")
-    if task.loader != TASK.loader or not auto_class:
+    if not auto_class:
         return task
 
     def core(info: ModelInfo, parameters: Parameters) -> Core:
@@ -77,6 +77,7 @@ TASK = Task(
     rows="rows_text.PlainTextRowMaker",
     decode="decode_embeddings.EmbeddingDecoder",
     core=_core,
+    form=_of_text_tower,
     metrics=(*COSINES, *NEIGHBORS, SIMILARITY_RANK_CORRELATION),
     compare_outputs=compare_vectors,
     labeled=SIMILARITY_CORRELATION,
