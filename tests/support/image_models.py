@@ -39,11 +39,11 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 }
 
 
-def save_image_model(kind: str, folder: Path) -> Path:
+def save_image_model(kind: str, folder: Path, seed: int = 5) -> Path:
     """Save a model of a kind in `KINDS` with its processor, and return its folder."""
     import transformers
 
-    torch.manual_seed(5)
+    torch.manual_seed(seed)
     model = KINDS[kind]().eval()
     model.save_pretrained(folder)
     settings = PROCESSORS[kind.partition("_")[0]]

@@ -13,6 +13,7 @@ from triptych.building.auto import check_possible, choose
 from triptych.building.build import write_repository
 from triptych.building.device_rows import keep_passed_gate, write_device_rows
 from triptych.building.own_checks import check_own_pipeline
+from triptych.building.pair import compare_with_pair, read_pair, space_of
 from triptych.building.pipeline_checks import Check, check_pipeline
 from triptych.building.stages import BuildOptions
 from triptych.container.device_check import ROWS_FILE
@@ -74,7 +75,10 @@ class CompiledStages:
             UserError: A hook fails on the traffic, or the model cannot be exported or converted.
         """
         check_hooks(inputs, options.progress)
+        pair = read_pair(inputs, options)
         core = self._make_core(inputs, options)
+        if pair is not None:
+            core = compare_with_pair(core, pair, options)
         if inputs.others:
             core = self._make_others(core, options)
         if options.built_after is not None:
@@ -176,6 +180,7 @@ class CompiledStages:
                 dry_run=dry_run,
                 instruction_sets=_instruction_sets(model),
                 attention=model.attention,
+                space=space_of(model.inputs),
                 traffic=record_traffic(plan.lengths, {} if variety is None else asdict(variety)),
                 gate=model.gate,
                 files=hashes,

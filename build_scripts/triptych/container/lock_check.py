@@ -81,7 +81,8 @@ def check_repository(
         else:
             manifests[pipeline] = manifest
     for pipeline, wrong in find_wrong_files(repository, manifests, hashes=hashes).items():
-        problems += list(_check(pipeline, manifests[pipeline], machine, wrong))[:1]
+        found = _check(pipeline, manifests[pipeline], machine, wrong)
+        problems += [*_unlike_pair(pipeline.name, manifests), *found][:1]
     return sorted(problems, key=lambda problem: problem.pipeline)
 
 
@@ -142,6 +143,22 @@ def _check(
         warnings += _unlike_the_engine(manifest, machine)
     for line in warnings:
         yield ManifestProblem(pipeline.name, "warning", line)
+
+
+def _unlike_pair(
+    name: str, manifests: Mapping[ServedPipeline, StartupManifest]
+) -> Iterator[ManifestProblem]:
+    """Yield a problem if a pipeline and its pair have vectors of different spaces."""
+    by_name = {pipeline.name: manifest for pipeline, manifest in manifests.items()}
+    own = by_name[name]
+    other = by_name.get(own.pair_with)
+    if other is not None and other.space != own.space:
+        line = (
+            f"its vectors cannot be compared with those of {own.pair_with}: they are of "
+            f"{own.space}, those of {other.space or 'a pipeline without a pair'}; run "
+            f"`triptych build {name} {own.pair_with}`"
+        )
+        yield ManifestProblem(name, "error", line)
 
 
 def _remedy(pipeline: ServedPipeline) -> str:

@@ -95,6 +95,8 @@ class StartupManifest(NamedTuple):
     fp32_by_openvino: bool = False  # Whether OpenVINO must compute the core in fp32
     # Name of the machine that ``config.pbtxt`` is planned for; empty if none was given.
     machine: str = ""
+    pair_with: str = ""  # Pipeline that must have the same vector space; empty if there is none
+    space: str = ""  # Vector space of its vectors
 
 
 class ServedPipeline(NamedTuple):
@@ -132,7 +134,11 @@ class ServedPipeline(NamedTuple):
             return None
         content = read_manifest_file(self.manifest_file)
         try:
-            return _parse(content, self.name)._replace(machine=_machine(content))
+            return _parse(content, self.name)._replace(
+                machine=_machine(content),
+                pair_with=content["spec"].get("pair_with", ""),
+                space=content.get("space", ""),
+            )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ManifestError(f"{type(error).__name__}: {error}") from error
 

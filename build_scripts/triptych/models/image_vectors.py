@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from triptych.base.errors import UserError
-from triptych.models.info import ImageInfo
+from triptych.models.info import ImageInfo, Space
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,6 +25,15 @@ TEXT_TOWERS = {"CLIPModel": "CLIPTextModelWithProjection"}
 
 EOS = "eos"
 """Pooling of the text side: the first token that ends a text."""
+
+
+def read_space(folder: Path, architecture: str, weights: str) -> Space | None:
+    """Return the space of a model of texts and images, by the hash of its `weights`; else None."""
+    if architecture not in IMAGE_TOWERS:
+        return None
+    from triptych.models.loading import read_logit_terms
+
+    return Space(f"{architecture} {weights[:16]}", *read_logit_terms(folder))
 
 
 def image_class(architecture: str) -> str:

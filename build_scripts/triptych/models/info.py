@@ -124,6 +124,16 @@ class OwnStage:
 
 
 @dataclass(frozen=True)
+class Space:
+    """Vector space of both sides of a model of texts and images, and the scores in it."""
+
+    id: str  # Class and hash of the weights, which both sides have
+    scale: float  # Factor of a cosine in the model's logits
+    # Summand of the logits of a model whose scores are their sigmoid; None for a softmax.
+    bias: float | None
+
+
+@dataclass(frozen=True)
 class ModelInfo:
     """Information about a model; None for values that its config does not give."""
 
@@ -182,6 +192,8 @@ class ModelInfo:
     layers: int | None = None  # Number of layers in the encoder
     heads: int | None = None  # Number of attention heads in a layer
     intermediate_size: int | None = None  # Size between the two feed-forward products of a layer
+    # Vector space of texts and images; None for models of one of them.
+    space: Space | None = None
     # Tensors of the user's own model; None for models of transformers.
     own: OwnInterface | None = None
 
@@ -191,6 +203,7 @@ class ModelInfo:
         aside = {"prompts", "default_prompt", "free_prompt", "special_ids", "pair_template"}
         aside |= {"layers", "heads", "intermediate_size", "library_length", "entailment"}
         aside |= {"padding_side", "max_active_dims", "roles", "similarity", "has_query_weights"}
+        aside |= {"space"}
         aside |= {name for name in ("own", "modules") if not getattr(self, name)}
         return {key: value for key, value in asdict(self).items() if key not in aside}
 

@@ -85,6 +85,19 @@ def load_model(folder: Path, auto_class: str) -> PreTrainedModel:
     return model
 
 
+def read_logit_terms(folder: Path) -> tuple[float, float | None]:
+    """Return the factor and the summand, if any, of the logits of a model of texts and images."""
+    import torch
+    import transformers
+
+    with quiet():
+        model = transformers.AutoModel.from_pretrained(
+            folder, dtype=torch.float32, trust_remote_code=False
+        )
+    bias = getattr(model, "logit_bias", None)
+    return model.logit_scale.exp().item(), None if bias is None else bias.item()
+
+
 def model_class(folder: Path, auto_class: str) -> type[PreTrainedModel]:
     """Return the class that transformers' class `auto_class` loads a folder with."""
     import transformers

@@ -24,7 +24,13 @@ from triptych.base.errors import Progress, UserError
 from triptych.base.files import parse_yaml
 from triptych.models.adapter import refuse_adapter
 from triptych.models.fields import ModelSource, TokenizerSource
-from triptych.models.image_vectors import EOS, TEXT_TOWERS, ImagePooling, read_image_vectors
+from triptych.models.image_vectors import (
+    EOS,
+    TEXT_TOWERS,
+    ImagePooling,
+    read_image_vectors,
+    read_space,
+)
 from triptych.models.info import Activation, Dense, ImageInfo, Loader, LogitScore, ModelInfo, Role
 from triptych.models.roles import read_roles
 from triptych.models.settings import read_prompts, read_saved
@@ -68,7 +74,6 @@ def read_license(folder: Path) -> str:
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.spm", "*.safetensors", *TOKEN_LAYERS)
-IN_MODULES = ("*.json", "*.safetensors", "pytorch_model.bin")
 FOREIGN = ("onnx/*", "openvino/*", "*.onnx")
 
 
@@ -413,6 +418,7 @@ def read_model_info(
         layers=size("num_hidden_layers"),
         heads=size("num_attention_heads"),
         intermediate_size=size("intermediate_size"),
+        space=read_space(folder, architecture, hash_model(folder, ALL_WEIGHTS)),
     )
 
 
@@ -562,10 +568,12 @@ def _limit(value: object) -> int | None:
     return int(value) if isinstance(value, int | float) and 0 < value < NO_LIMIT else None
 
 
-def hash_model(folder: Path) -> str:
+ALL_WEIGHTS = (*WEIGHTS, "*/*.safetensors", "*/pytorch_model.bin", WEIGHTS_FILE)
+
+
+def hash_model(folder: Path, patterns: Sequence[str] = (*FILES, "*/*.json", *ALL_WEIGHTS)) -> str:
     """Return the hash of names and contents of the files that determine results, in hex."""
     digest = hashlib.sha256()
-    patterns = (*FILES, *WEIGHTS[1:], *(f"*/{name}" for name in IN_MODULES), WEIGHTS_FILE)
     found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
     for path in sorted(found):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,8 @@ from triptych.repository.store import (
 class RollbackResult:
     """Result of a rollback."""
 
-    builds: Mapping[str, str]  # Restored build of each pipeline; more than one if they share a core
+    # Restored build of each pipeline; more than one if they share a core or a vector space.
+    builds: Mapping[str, str]
     # Build that was active before, by pipeline; empty if there was none.
     replaced: Mapping[str, str]
     changed: tuple[str, ...]  # Models that were written or removed
@@ -33,7 +34,7 @@ class RollbackResult:
 def rollback(repository: Path, pipeline: str, build: str | None) -> RollbackResult:
     """Restore a stored build in one step; the active build is stored in turn.
 
-    Pipelines that share its core and do not match it are restored with it.
+    Pipelines that share its core or its vector space and do not match are restored with it.
 
     Args:
         repository: Folder of the models.
@@ -44,14 +45,17 @@ def rollback(repository: Path, pipeline: str, build: str | None) -> RollbackResu
         UserError: There is no such build, it is damaged, or shared cores would not match.
     """
     chosen = _choose(list_history(repository, pipeline), repository, pipeline, build)
-    files: dict[str, Content] = dict(chosen.files())
+    files: dict[str, Content] = {}
     record = chosen.record()
     _check_owner(repository, pipeline, record)
     group = {pipeline: chosen}
     for name, sharer in _sharers(repository, pipeline):
         if not _fits(sharer, record):
             group[name] = _find_fitting(repository, name, pipeline, record)
-            files |= group[name].files()
+    for name in _unlike_pairs(repository, pipeline, record):
+        group[name] = _find_pair(repository, name, pipeline, record)
+    for stored in group.values():
+        files |= stored.files()
     before = {path for name in group for path in _active_files(repository, name)}
     models = {path.partition("/")[0] for path in files}
     retired = {path.partition("/")[0] for path in before} - models
@@ -109,11 +113,42 @@ def _check_owner(repository: Path, pipeline: str, build: BuildRecord) -> None:
 
 
 def _sharers(repository: Path, owner: str) -> list[tuple[str, BuildRecord]]:
-    builds = {
-        path.parent.name: read_build(repository, path.parent.name)
-        for path in sorted(repository.glob(f"*/{MANIFEST_FILE}"))
-    }
-    return [(name, build) for name, build in builds.items() if build and build.share == owner]
+    return [(name, build) for name, build in _builds(repository) if build.share == owner]
+
+
+def _builds(repository: Path) -> Iterator[tuple[str, BuildRecord]]:
+    """Yield the active builds by name."""
+    for path in sorted(repository.glob(f"*/{MANIFEST_FILE}")):
+        if (build := read_build(repository, path.parent.name)) is not None:
+            yield path.parent.name, build
+
+
+def _unlike_pairs(repository: Path, pipeline: str, restored: BuildRecord) -> list[str]:
+    """Return the pairs of a pipeline whose active builds have another vector space."""
+    return [
+        name
+        for name, build in _builds(repository)
+        if (name == restored.pair_with or build.pair_with == pipeline)
+        and build.space != restored.space
+    ]
+
+
+def _find_pair(repository: Path, name: str, pipeline: str, restored: BuildRecord) -> HistoryBuild:
+    """Return the last replaced build of the pair `name` with the vector space of a build.
+
+    Raises:
+        UserError: There is no such build.
+    """
+    for stored in list_history(repository, name):
+        build = read_build(stored.folder, name)
+        if build is not None and build.space == restored.space:
+            return stored
+    raise UserError(
+        pipeline,
+        f"must have the vector space of its pair {name}",
+        given=f"{restored.space}, and no stored build of {name} has it",
+        remedy=f"Set model.source of both, and run `triptych build {pipeline} {name}`",
+    )
 
 
 def _fits(sharer: BuildRecord, owner: BuildRecord) -> bool:

@@ -130,7 +130,7 @@ class CoreRecord:
 class EncoderManifest(BuildManifest):
     """The record of one build with a compiled graph as its core."""
 
-    OPTIONAL = ("cores", "instruction_sets", "attention")
+    OPTIONAL = ("cores", "instruction_sets", "attention", "space")
 
     spec: Annotated[
         Annotated[PipelineSpec, Tag(Kind.ENCODER.name)]
@@ -149,6 +149,7 @@ class EncoderManifest(BuildManifest):
     instruction_sets: tuple[str, ...] = ()
     # Operators that compute attention for a GPU, with the reason; empty for a CPU.
     attention: str = ""
+    space: str = ""  # Vector space that the pipeline has with its pair; empty without a pair
 
 
 @dataclass(frozen=True)

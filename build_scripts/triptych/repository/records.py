@@ -135,7 +135,7 @@ class WorstRow:
 class ProbeResult:
     """Result of a core of lower precision on the general probe, texts outside the traffic."""
 
-    rows: int  # Number of probe texts that the pipeline accepts
+    rows: int  # Number of probe texts that the pipeline accepts, or of rows of the pair
     verdicts: tuple[Verdict, ...]  # Result of each metric, with the probe's own limits
     # Rows with the largest errors, largest first; their difference is that of `edge_error`.
     worst: tuple[WorstRow, ...] = ()
@@ -166,7 +166,7 @@ class LiveRun:
 class GateResult:
     """Measurements of the accuracy gate."""
 
-    OPTIONAL = ("probe", "conversion", "accepted", "candidates", "live")
+    OPTIONAL = ("probe", "pair", "conversion", "accepted", "candidates", "live")
 
     precision: GatePrecision  # Precision of the artifact
     rows: int  # Number of compared requests of the traffic
@@ -182,6 +182,8 @@ class GateResult:
     rounding: float | None = None
     # Result on texts outside the traffic; None for fp32 and without such texts.
     probe: ProbeResult | None = None
+    # Result on the similarities with the rows of the pair; None without a pair.
+    pair: ProbeResult | None = None
     labeled: LabeledResult | None = None  # Result on labeled rows; None if there are none
     # Record of the conversion to lower precision; None for fp32.
     conversion: Conversion | None = None

@@ -75,6 +75,8 @@ class BuildRecord:
     shared_rows: Mapping[str, int]
     lacks_engine: bool  # Whether it cannot serve before `triptych engine` has run
     gate: Mapping[str, Any]  # Gate result as plain data; empty if the manifest has none
+    pair_with: str = ""  # Pipeline of the other side of its model; empty without a pair
+    space: str = ""  # Vector space that both have
 
 
 def read_build(folder: Path, pipeline: str) -> BuildRecord | None:
@@ -95,6 +97,8 @@ def read_build(folder: Path, pipeline: str) -> BuildRecord | None:
             lacks_engine=manifest["plan"].get("engine") is not None
             and manifest.get("engine") is None,
             gate=manifest.get("gate") or {},
+            pair_with=manifest["spec"].get("pair_with", ""),
+            space=manifest.get("space", ""),
         )
     except (ManifestError, ValueError, KeyError, TypeError, AttributeError):
         return None

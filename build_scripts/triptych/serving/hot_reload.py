@@ -264,6 +264,7 @@ class HotReload:
         try:
             for pipeline in group:
                 if pipeline in wrong:
+                    self._awaiting.update(group)  # a build of its pair may mend it
                     raise UserError(
                         pipeline,
                         "was changed after the build",

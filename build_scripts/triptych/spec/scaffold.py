@@ -20,11 +20,13 @@ from triptych.models.source import check_model_files
 from triptych.spec.kind import GENERATING, GENERATION
 from triptych.spec.scaffold_graph import Described, fit_graph
 from triptych.spec.spec import SPEC_FILE, check_folder
-from triptych.spec.template import BUILT_IN, fill, find_template, tasks
+from triptych.spec.template import BUILT_IN, PAIR, SIDES, fill, find_template, tasks
 from triptych.spec.traffic import TRAFFIC_FILE
 
 STAGING = ".new"
 MASK_TOKEN = "<mask>"
+PAIR_MODEL = "openai/clip-vit-base-patch32"
+"""Example of a model of texts and images."""
 LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 """Config keys under which models store their maximum sequence length."""
 MODULE = re.compile(r"(.+\.py):([A-Za-z_]\w*)")
@@ -63,6 +65,8 @@ def scaffold(
 ) -> Scaffold:
     """Create the folder ``pipelines/name`` with a spec, traffic and, optionally, hooks.
 
+    The task `PAIR` has a folder for each side, with its ending in the name.
+
     Args:
         name: Name of the pipeline.
         task: Name of the built-in template: a task, for most of them. None with an ONNX file or a
@@ -81,6 +85,8 @@ def scaffold(
         UserError: The name, task or template is invalid, the model folder is missing, or the
             pipeline exists.
     """
+    if task == PAIR and template is None:
+        return _scaffold_pair(name, model, pipelines, with_hooks=with_hooks)
     folder = pipelines / name
     if folder.name != name:
         raise UserError(
@@ -132,6 +138,33 @@ def scaffold(
     return Scaffold(str(folder), files, commands + example[:1])
 
 
+def _scaffold_pair(name: str, model: str | None, pipelines: Path, *, with_hooks: bool) -> Scaffold:
+    """Create the folders of both sides of a model of texts and images; see `scaffold`."""
+    names = [f"{name}_{side}" for side in SIDES]
+    for each in names:
+        _check_new(pipelines / each)
+    made = []
+    for each, other, task in zip(names, names[::-1], SIDES.values(), strict=True):
+        made.append(
+            scaffold(
+                each,
+                task=task,
+                model=model or PAIR_MODEL,
+                with_hooks=with_hooks,
+                pipelines=pipelines,
+            )
+        )
+        spec = pipelines / each / SPEC_FILE
+        line = f"pair_with: {other}   # the other side of the model, in the folder beside this one"
+        text = re.sub(r"(?m)^task: .+$", rf"\g<0>\n{line}", spec.read_text(encoding="utf-8"))
+        spec.write_text(text, encoding="utf-8")
+    files = [f"{Path(each.folder).name}/{file}" for each in made for file in each.files]
+    tests, builds, serve, *examples = zip(*(each.commands for each in made), strict=True)
+    build = builds[0].replace(names[0], " ".join(names), 1)
+    commands = [*tests, build, serve[0], *(line for lines in examples for line in lines)]
+    return Scaffold(str(pipelines), files, commands)
+
+
 def _choose(task: str | None, model: str | None) -> Path:
     """Return the folder of a built-in template."""
     is_module = model is not None and MODULE.fullmatch(model) is not None
@@ -140,11 +173,12 @@ def _choose(task: str | None, model: str | None) -> Path:
     if task is None and model is not None and Path(model).suffix == ".onnx":
         task = "onnx"
     if task is None or task not in tasks():
+        known = sorted([*tasks(), PAIR])
         raise UserError(
             "TASK",
             "is not a known task" if task else "is required",
             given=task or "",
-            remedy=f"{closest(task or '', tasks())}Choose one of: {', '.join(tasks())}",
+            remedy=f"{closest(task or '', known)}Choose one of: {', '.join(known)}",
         )
     return BUILT_IN / task
 
@@ -259,13 +293,7 @@ def _new_folder(folder: Path) -> Iterator[Path]:
             os_errors_as_user_errors(folder.parent, "--pipelines"),
             _only_writer(folder.parent) as staging,
         ):
-            if folder.exists() or folder.is_symlink():
-                raise UserError(
-                    str(folder),
-                    "already exists, and existing folders are never overwritten",
-                    given="a folder of that name",
-                    remedy="Choose another name, or remove the folder",
-                )
+            _check_new(folder)
             staging.mkdir()
             yield staging
             staging.rename(folder)
@@ -276,6 +304,16 @@ def _new_folder(folder: Path) -> Iterator[Path]:
             given=error,
             remedy="Change its permissions, or give another folder",
         ) from error
+
+
+def _check_new(folder: Path) -> None:
+    if folder.exists() or folder.is_symlink():
+        raise UserError(
+            str(folder),
+            "already exists, and existing folders are never overwritten",
+            given="a folder of that name",
+            remedy="Choose another name, or remove the folder",
+        )
 
 
 @contextmanager

@@ -12,9 +12,9 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from triptych.base.errors import UserError, closest
@@ -64,6 +64,8 @@ class PipelineSpec(BaseModel):
         custom: Declaration of the task if `task` is ``custom``.
         pairs: Whether rows of text-classification are pairs of `text` and `text_pair`.
         outputs: Outputs that the function `after` adds to those of the task.
+        pair_with: Pipeline of the other side of a model of texts and images, in a folder beside
+            this one. Both must have one vector space, which a build compares and a server checks.
         files: Files or folders that ``hooks.py`` reads while serving, relative to the folder.
     """
 
@@ -79,6 +81,7 @@ class PipelineSpec(BaseModel):
     custom: Custom | None = None
     pairs: bool = False
     outputs: list[CustomOutput] = []
+    pair_with: Annotated[str | None, Field(exclude_if=lambda value: value is None)] = None
     files: list[str] = []
     tokenizer: Tokenizer = Tokenizer()
     image: Image = Image()

@@ -49,6 +49,12 @@ class Template:
         return {**asdict(self), "folder": str(self.folder), "built_in": self.is_built_in}
 
 
+PAIR = "image-text-embedding"
+"""Name for two pipelines with one vector space, a template for each."""
+SIDES = {"text": "text-embedding", "image": "image-embedding"}
+"""Template of each of them, by the ending of its name."""
+
+
 def tasks() -> list[str]:
     """Return the names of the built-in templates."""
     return sorted(path.parent.name for path in BUILT_IN.glob(f"*/{SPEC_FILE}"))

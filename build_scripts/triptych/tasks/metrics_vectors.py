@@ -57,8 +57,9 @@ NEIGHBORS = (
         probe=(0.01, 0.2),
     ),
 )
+CORRELATION = "similarity_rank_correlation"
 SIMILARITY_RANK_CORRELATION = Metric(
-    "similarity_rank_correlation",
+    CORRELATION,
     "higher",
     "Spearman of the similarities of pairs",
     limits=(0.9999, 0.999, 0.99),
@@ -110,8 +111,36 @@ def compare_vectors(
         values["max_neighbor_loss"] = float(lost.max())
         correlation = spearman(np.concatenate(seen), np.concatenate(expected))
         if correlation is not None:
-            values["similarity_rank_correlation"] = correlation
+            values[CORRELATION] = correlation
     return Comparison(values, (1 - cosines).tolist())
+
+
+def compare_across(rows: tuple[Floats, Floats], others: tuple[Floats, Floats]) -> dict[str, float]:
+    """Return the metrics of the similarities of rows and others, such as texts and images.
+
+    Args:
+        rows: Vectors of the candidate and of the reference, ``[n, d]`` each.
+        others: Vectors of both for the rows that are compared with them, ``[m, d]`` each.
+    """
+    got, wanted = (
+        unit_rows(some) @ unit_rows(other).T for some, other in zip(rows, others, strict=True)
+    )
+    got = np.where(np.isfinite(got), got, -FARTHEST)
+    # The loss is symmetrical: texts look for images, and images for texts.
+    lost = np.concatenate(
+        [
+            right.max(1) - np.take_along_axis(right, near.argmax(1)[:, None], 1)[:, 0]
+            for near, right in ((got, wanted), (got.T, wanted.T))
+        ]
+    )
+    values = {
+        "max_difference": float(np.abs(got - wanted).max()),
+        "nearest_neighbor_agreement": float((lost <= NEIGHBOR_TOLERANCE).mean()),
+        "mean_neighbor_loss": float(lost.mean()),
+        "max_neighbor_loss": float(lost.max()),
+    }
+    correlation = spearman(got.ravel(), wanted.ravel())
+    return values if correlation is None else {**values, CORRELATION: correlation}
 
 
 def row_cosines(got: NDArray[np.floating[Any]], wanted: NDArray[np.floating[Any]]) -> Floats:

@@ -19,7 +19,7 @@ from triptych.interface.cli.options import (
     print_json,
     say,
 )
-from triptych.spec.template import tasks
+from triptych.spec.template import PAIR, tasks
 
 if TYPE_CHECKING:
     from triptych.spec.scaffold import Scaffold
@@ -43,7 +43,7 @@ class SourceOptions:
         typer.Argument(
             help=f"Task, or another built-in template (required without --template; `onnx` for an "
             f"ONNX file or a module): "
-            f"{', '.join(tasks())}."
+            f"{', '.join(sorted([*tasks(), PAIR]))}."
         ),
     ] = None
     template: Annotated[
