@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.support.image_models import KINDS, save_image_model
+from tests.support.image_models import KINDS, TOKENIZERS, save_image_model
 from tests.support.mistakes import refusal
 from tests.support.project import build_into, selected_names, traffic_texts
 from tests.support.task_reference import image_bytes
@@ -62,8 +62,8 @@ def repository(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         folder = write_pipeline(base / "pipelines" / kind, kind)
         built = build_into(folder, base / "repository")
         assert built.plan.info.pooling == (POOLINGS.get(kind, "pooler"),)
-        if kind == "clip":
-            texts = write_texts(base / "pipelines/clip_text", folder / "model")
+        if kind in TOKENIZERS:
+            texts = write_texts(base / f"pipelines/{kind}_text", folder / "model")
             assert build_into(texts, base / "repository").plan.layout == "packed"
     return base / "repository"
 
@@ -125,28 +125,30 @@ def test_vectors_are_those_of_transformers(server: Server, repository: Path, nam
     assert similar.min() < 0.999  # the model tells images apart
 
 
-def test_the_texts_of_clip_have_vectors_in_the_space_of_its_images(
-    server: Server, repository: Path
+@pytest.mark.parametrize("name", [case for case in CASES if case.values[0] in TOKENIZERS])
+def test_texts_have_vectors_in_the_space_of_the_images(
+    server: Server, repository: Path, name: str
 ) -> None:
     import torch
-    from transformers import AutoTokenizer, CLIPModel
+    from transformers import AutoModel, AutoTokenizer
 
-    folder = repository.parent / "pipelines/clip/model"
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), CLIPModel.from_pretrained(folder)
+    folder = repository.parent / "pipelines" / name / "model"
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder)
+    padding = "max_length" if name == "siglip" else False
     wanted = []
     with torch.inference_mode():
         for text in TEXTS:
-            inputs = tokenizer(text, truncation=True, return_tensors="pt")
+            inputs = tokenizer(text, truncation=True, padding=padding, return_tensors="pt")
             wanted.append(model.get_text_features(**inputs).pooler_output[0].numpy())
-        padded = tokenizer(TEXTS, truncation=True, padding=True, return_tensors="pt")
+        padded = tokenizer(TEXTS, truncation=True, padding=padding or True, return_tensors="pt")
         batch = model.get_text_features(**padded).pooler_output.numpy()
-    with Client("clip_text", server.grpc_url) as client:
+    with Client(f"{name}_text", server.grpc_url) as client:
         together = client.embed(TEXTS)
         alone = [client.embed([text])[0] for text in TEXTS]
-    with Client("clip", server.grpc_url) as client:
-        assert client.embed_images(IMAGES[:1]).shape[1] == together.shape[1] == 24
+    with Client(name, server.grpc_url) as client:
+        assert client.embed_images(IMAGES[:1]).shape[1] == together.shape[1]
     difference = max(np.abs(each - wanted).max() for each in (together, np.stack(alone), batch))
-    print(f"clip_text: {difference:.1e}")
+    print(f"{name}_text: {difference:.1e}")
     assert difference <= 1e-5
 
 
@@ -184,3 +186,16 @@ def test_a_pooling_that_the_model_does_not_have_is_refused(tmp_path: Path) -> No
         error = refusal(build_into, folder, tmp_path / "repository")
         assert (error.field, error.given) == ("image.pooling", pooling)
         assert error.rule.startswith(rule)
+
+
+def test_a_mask_that_hides_padding_which_the_model_reads_is_refused(tmp_path: Path) -> None:
+    folder = save_image_model("siglip", tmp_path / "model")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["model_input_names"] = ["input_ids", "attention_mask"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    texts = write_texts(tmp_path / "texts", folder)
+    error = refusal(build_into, texts, tmp_path / "repository")
+    assert error.field == "model_input_names in tokenizer_config.json"
+    texts = write_texts(tmp_path / "short", save_image_model("siglip", tmp_path / "other"))
+    error = refusal(build_into, texts, tmp_path / "repository", "tokenizer.max_length=32")
+    assert (error.field, error.rule[:10]) == ("tokenizer.max_length", "must be 64")

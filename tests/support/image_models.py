@@ -50,8 +50,8 @@ def save_image_model(kind: str, folder: Path, seed: int = 5) -> Path:
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
     processor.save_pretrained(folder)
-    if kind == "clip":
-        _clip_tokenizer().save_pretrained(folder)
+    if kind in TOKENIZERS:
+        TOKENIZERS[kind]().save_pretrained(folder)
     return folder
 
 
@@ -94,6 +94,23 @@ def _clip_tokenizer() -> Any:
         model_max_length=TEXTS["max_position_embeddings"],
     )
 
+
+def _siglip_tokenizer() -> Any:
+    """Return a tokenizer of SigLIP 2, which lower-cases, whose tokens are bytes and letters."""
+    from transformers import Siglip2Tokenizer
+
+    special = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")
+    tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdefghijklmnopqrstuvwxyz"]
+    return Siglip2Tokenizer(
+        vocab={token: number for number, token in enumerate(tokens)},
+        merges=[],
+        model_max_length=TEXTS["max_position_embeddings"],
+        padding_side="right",
+        model_input_names=["input_ids"],
+    )
+
+
+TOKENIZERS = {"clip": _clip_tokenizer, "siglip": _siglip_tokenizer}
 
 CLIP_MARKS = ("<|startoftext|>", "<|endoftext|>")
 

@@ -16,6 +16,7 @@ from triptych.core.gate_rows import CALIBRATION_ROWS, GATE_IMAGES, device_rows, 
 from triptych.core.own_chain import Chain
 from triptych.core.reader import RequestReader
 from triptych.core.requests import GateRequest, Sample
+from triptych.models.image_vectors import PADDED_TOWERS
 from triptych.models.info import ModelInfo
 from triptych.models.older import in_current_form
 from triptych.models.roles import QUERY
@@ -394,6 +395,13 @@ def _with_prompts(info: ModelInfo, spec: PipelineSpec, task: Task) -> ModelInfo:
 
 def _check_max_length(spec: PipelineSpec, info: ModelInfo) -> None:
     wanted = spec.tokenizer.max_length
+    if wanted is not None and wanted < info.max_length and info.architecture in PADDED_TOWERS:
+        raise UserError(
+            "tokenizer.max_length",
+            f"must be {info.max_length}, to which the model pads each text",
+            given=wanted,
+            remedy="Remove it",
+        )
     if wanted is not None and wanted > info.max_length:
         raise UserError(
             "tokenizer.max_length",

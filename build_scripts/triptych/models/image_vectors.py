@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,20 +21,24 @@ IMAGE_TOWERS = {"CLIPModel": "CLIPVisionModelWithProjection", "SiglipModel": "Si
 `get_image_features`."""
 
 
-TEXT_TOWERS = {"CLIPModel": "CLIPTextModelWithProjection"}
+TEXT_TOWERS = {"CLIPModel": "CLIPTextModelWithProjection", "SiglipModel": "SiglipTextModel"}
 """Class of the text side of such a model. Its results are those of `get_text_features`."""
+
+PADDED_TOWERS = ("SiglipModel",)
+"""Models that read each text with its padding up to the maximum length, to which it is padded. The
+vector of a text is that of the last token."""
 
 EOS = "eos"
 """Pooling of the text side: the first token that ends a text."""
 
 
-def read_space(folder: Path, architecture: str, weights: str) -> Space | None:
-    """Return the space of a model of texts and images, by the hash of its `weights`; else None."""
+def read_space(folder: Path, architecture: str, hash_weights: Callable[[], str]) -> Space | None:
+    """Return the space of a model of texts and images, by the hash of its weights; else None."""
     if architecture not in IMAGE_TOWERS:
         return None
     from triptych.models.loading import read_logit_terms
 
-    return Space(f"{architecture} {weights[:16]}", *read_logit_terms(folder))
+    return Space(f"{architecture} {hash_weights()[:16]}", *read_logit_terms(folder))
 
 
 def image_class(architecture: str) -> str:
@@ -42,10 +47,11 @@ def image_class(architecture: str) -> str:
 
 
 def pooled(output: Any, pooling: str) -> Tensor:
-    """Return a vector for each image, FP32 ``[rows, size]``, of a model's `output`."""
+    """Return a vector for each image or text, FP32 ``[rows, size]``, of a model's `output`."""
     vectors: Tensor
     if pooling == "pooler":
-        vectors = output.image_embeds if "image_embeds" in output else output.pooler_output
+        embeds = output.get("text_embeds", output.get("image_embeds"))
+        vectors = output.pooler_output if embeds is None else embeds
         return vectors.flatten(1)  # a feature map of one place in models of convolutions
     hidden: Tensor = output.last_hidden_state
     if hidden.ndim == 4:  # [rows, size, height, width]

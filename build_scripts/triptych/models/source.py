@@ -26,6 +26,7 @@ from triptych.models.adapter import refuse_adapter
 from triptych.models.fields import ModelSource, TokenizerSource
 from triptych.models.image_vectors import (
     EOS,
+    PADDED_TOWERS,
     TEXT_TOWERS,
     ImagePooling,
     read_image_vectors,
@@ -351,8 +352,11 @@ def read_model_info(
     architecture = (config.get("architectures") or [config.get("model_type", "unknown")])[0]
     hidden_size = 0 if image else _hidden_size(folder, config)
     if not image and architecture in TEXT_TOWERS:
-        projection = _setting(folder, config, "projection_dim", whole=True)
-        pooling, head = (EOS,), (Dense("", hidden_size, projection, False, ""),)
+        padded = architecture in PADDED_TOWERS
+        name = "projection_size" if padded else "projection_dim"
+        projection = _setting(folder, config, name, whole=not padded)
+        pooling = ("lasttoken" if padded else EOS,)
+        head = (Dense("", hidden_size, projection, padded, ""),)
     if image and vectors_by is not None:
         found, hidden_size = read_image_vectors(folder, architecture, image, vectors_by or None)
         pooling, head = (found,), ()
@@ -418,7 +422,7 @@ def read_model_info(
         layers=size("num_hidden_layers"),
         heads=size("num_attention_heads"),
         intermediate_size=size("intermediate_size"),
-        space=read_space(folder, architecture, hash_model(folder, ALL_WEIGHTS)),
+        space=read_space(folder, architecture, partial(hash_model, folder, ALL_WEIGHTS)),
     )
 
 
@@ -625,7 +629,8 @@ def read_model(
         )
         (target / "facts.json").write_text(json.dumps(asdict(info)), encoding="utf-8")
         if info.image is None:
-            write_tokenizers(folder, target, tokenizer)
+            padded = info.max_length if info.architecture in PADDED_TOWERS else None
+            write_tokenizers(folder, target, tokenizer, padded)
         if info.has_query_weights:
             shutil.copy(folder / WEIGHTS_FILE, target)
 

@@ -22,8 +22,12 @@ VOCABULARIES = (TOKENIZER_FILE, "vocab.*", "*.model", "*.tiktoken")
 OUT_OF_REACH = 1 << 30
 
 
-def read_tokenizer(folder: Path, source: TokenizerSource | None = None) -> str:
-    """Return the model's tokenizer as the text of a ``tokenizer.json``, without padding.
+def read_tokenizer(
+    folder: Path, source: TokenizerSource | None = None, padded: int | None = None
+) -> str:
+    """Return the model's tokenizer as the text of a ``tokenizer.json``.
+
+    It has no padding unless each text is `padded` to a number of tokens that the model reads.
 
     Where it cuts long texts at their beginning, the text says so, with a limit out of reach;
     otherwise it says nothing of truncation. It is loaded through transformers, which applies
@@ -31,11 +35,26 @@ def read_tokenizer(folder: Path, source: TokenizerSource | None = None) -> str:
     reference does.
 
     Raises:
-        UserError: the folder has no tokenizer, or only one without a fast form.
+        UserError: the folder has no tokenizer, or only one without a fast form, or its mask hides
+            padding that the model reads.
     """
     tokenizer = load_tokenizer(folder, source)
     backend = tokenizer.backend_tokenizer
     backend.no_padding()
+    if padded is not None:
+        if "attention_mask" in tokenizer.model_input_names:
+            raise UserError(
+                f"model_input_names in {SETTINGS_FILE}",
+                "must be input_ids alone for a model that reads the padding of a text",
+                given=", ".join(tokenizer.model_input_names),
+                remedy="Correct it in a copy of the folder, as in the checkpoints of SigLIP",
+            )
+        backend.enable_padding(
+            length=padded,
+            direction=tokenizer.padding_side,
+            pad_id=tokenizer.pad_token_id,
+            pad_token=tokenizer.pad_token,
+        )
     backend.no_truncation()
     if tokenizer.truncation_side != "right":
         backend.enable_truncation(OUT_OF_REACH, direction=tokenizer.truncation_side)
@@ -91,7 +110,7 @@ def load_tokenizer(folder: Path, source: TokenizerSource | None = None) -> Any:
     return tokenizer
 
 
-def read_other_tokenizer(folder: Path, served: str) -> str | None:
+def read_other_tokenizer(folder: Path, served: str, padded: int | None = None) -> str | None:
     """Return the ``tokenizer.json`` of a model; None without it, or if it says the same as a class.
 
     The text has the settings of ``tokenizer_config.json`` that explain a difference from `served`,
@@ -99,7 +118,7 @@ def read_other_tokenizer(folder: Path, served: str) -> str | None:
     """
     if not (folder / TOKENIZER_FILE).is_file():
         return None
-    found, own = json.loads(read_tokenizer(folder, "file")), json.loads(served)
+    found, own = json.loads(read_tokenizer(folder, "file", padded)), json.loads(served)
     settings = read_json(folder / SETTINGS_FILE, default={})
     if "add_prefix_space" in settings:
         _take(found["pre_tokenizer"], own["pre_tokenizer"], ("add_prefix_space", "prepend_scheme"))
@@ -108,11 +127,16 @@ def read_other_tokenizer(folder: Path, served: str) -> str | None:
     return None if found == own else json.dumps(found)
 
 
-def write_tokenizers(folder: Path, target: Path, source: TokenizerSource | None) -> None:
-    """Write ``tokenizer.json`` for `source`, and without one also `OTHER_TOKENIZER`."""
-    served = read_tokenizer(folder, source)
+def write_tokenizers(
+    folder: Path, target: Path, source: TokenizerSource | None, padded: int | None = None
+) -> None:
+    """Write ``tokenizer.json`` for `source`, and without one also `OTHER_TOKENIZER`.
+
+    Each text is `padded` as `read_tokenizer` says.
+    """
+    served = read_tokenizer(folder, source, padded)
     (target / TOKENIZER_FILE).write_text(served, encoding="utf-8")
-    other = None if source else read_other_tokenizer(folder, served)
+    other = None if source else read_other_tokenizer(folder, served, padded)
     if other is not None:
         (target / OTHER_TOKENIZER).mkdir()
         (target / OTHER_TOKENIZER / TOKENIZER_FILE).write_text(other, encoding="utf-8")

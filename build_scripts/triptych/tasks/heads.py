@@ -173,16 +173,23 @@ class SeveralHeads(nn.Module):
 
 
 class TowerHead(nn.Module):
-    """Head of the text side of a model of texts and images: the projection of the end of a text."""
+    """Head of the text side of a model of texts and images: the projection of the end of a text.
+
+    That is the first token which ends it, or the last token of a model that reads the padding.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.projection: nn.Module = model.text_projection
+        self.is_padded = not hasattr(model, "text_projection")
+        self.projection: nn.Module = model.head if self.is_padded else model.text_projection
         # As in transformers: the first of the tokens with the highest id, for older configs.
         self.eos_token_id = None if model.config.eos_token_id == 2 else model.config.eos_token_id
 
     def forward(self, hidden: Tensor, rows: RowMembership) -> Tensor:
         """Return FP32 ``[B, dim]`` for FP32 ``[R, N, H]``."""
+        if self.is_padded:
+            padded: Tensor = self.projection(pool("lasttoken", hidden, rows))
+            return padded
         end: Tensor | int | None = self.eos_token_id
         if end is None:
             end = torch.where(rows.member, rows.ids, -1).amax(1, keepdim=True)

@@ -24,7 +24,7 @@ from triptych.base.tensors import TokenRow
 from triptych.core.export.own_graph import open_own_model
 from triptych.core.inputs import PipelineInputs
 from triptych.core.requests import GateRequest, Sample, core_feed, hash_rows, rows_of
-from triptych.models.image_vectors import pooled
+from triptych.models.image_vectors import PADDED_TOWERS, pooled
 from triptych.models.info import Activation, Loader, ModelInfo
 from triptych.models.roles import QUERY, ROLES
 from triptych.models.source import CODE as MODEL_CODE
@@ -142,7 +142,7 @@ def _model_outputs(
             elif isinstance(sample, TokenRow) and core.reads == "mask":
                 results = [output.logits[0, _mask_place(sample, info)]]
             elif core.returns == "vector" and isinstance(sample, TokenRow):
-                results = [output.text_embeds[0]]
+                results = [pooled(output, "pooler")[0]]
             elif core.returns == "vector":
                 results = [pooled(output, info.pooling[0])[0]]
             else:
@@ -425,7 +425,8 @@ def _of_pipeline(tokenizer: Any, plan: Plan, request: GateRequest) -> list[_Feat
         template = request.parameters["hypothesis_template"]
         second = [template.format(label) for label in labels]
     strategy = find_class(plan.task.rows).strategy
-    encode = partial(tokenizer, max_length=plan.max_length, truncation=strategy)
+    padding = "max_length" if plan.info.architecture in PADDED_TOWERS else False
+    encode = partial(tokenizer, max_length=plan.max_length, truncation=strategy, padding=padding)
     if strategy != "only_second":
         return [encode(text, other) for other in second or (None,)]
     # A long context has several windows.
