@@ -17,7 +17,7 @@ from tests.support.image_models import KINDS, TOKENIZERS, save_image_model
 from tests.support.mistakes import refusal
 from tests.support.project import build_into, selected_names, traffic_texts
 from tests.support.task_reference import image_bytes
-from triptych.client import Client, InvalidRequestError
+from triptych.client import AsyncClient, Client, InvalidRequestError
 from triptych.gateway.app import make_app
 from triptych.gateway.http import Shared
 from triptych.gateway.pipelines import Pipelines
@@ -45,10 +45,10 @@ def write_pipeline(folder: Path, kind: str, images: Sequence[bytes] = IMAGES, **
     return folder
 
 
-def write_texts(folder: Path, model: Path) -> Path:
+def write_texts(folder: Path, model: Path, **more: Any) -> Path:
     """Write a pipeline for the texts of a model with texts as traffic; return its folder."""
     folder.mkdir(parents=True)
-    spec = {"task": "text-embedding", "model": {"source": str(model)}}
+    spec = {"task": "text-embedding", "model": {"source": str(model)}, **more}
     (folder / "pipeline.yaml").write_text(json.dumps(spec))
     rows = [json.dumps({"text": text}) for text in TEXTS]
     (folder / "traffic.jsonl").write_text("\n".join(rows))
@@ -59,11 +59,12 @@ def write_texts(folder: Path, model: Path) -> Path:
 def repository(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("images")
     for kind in [each for each in KINDS if each in selected_names(request)]:
-        folder = write_pipeline(base / "pipelines" / kind, kind)
+        paired: dict[str, Any] = {"pair_with": f"{kind}_text"} if kind in TOKENIZERS else {}
+        folder = write_pipeline(base / "pipelines" / kind, kind, **paired)
         built = build_into(folder, base / "repository")
         assert built.plan.info.pooling == (POOLINGS.get(kind, "pooler"),)
         if kind in TOKENIZERS:
-            texts = write_texts(base / f"pipelines/{kind}_text", folder / "model")
+            texts = write_texts(base / f"pipelines/{kind}_text", folder / "model", pair_with=kind)
             assert build_into(texts, base / "repository").plan.layout == "packed"
     return base / "repository"
 
@@ -150,6 +151,58 @@ def test_texts_have_vectors_in_the_space_of_the_images(
     difference = max(np.abs(each - wanted).max() for each in (together, np.stack(alone), batch))
     print(f"{name}_text: {difference:.1e}")
     assert difference <= 1e-5
+
+
+@pytest.mark.parametrize("name", [case for case in CASES if case.values[0] in TOKENIZERS])
+def test_labels_of_the_caller_have_the_scores_of_transformers(
+    server: Server, repository: Path, name: str
+) -> None:
+    from PIL import Image
+    from transformers import AutoImageProcessor, pipeline
+
+    folder = repository.parent / "pipelines" / name / "model"
+    reference = pipeline(
+        "zero-shot-image-classification",
+        str(folder),
+        image_processor=AutoImageProcessor.from_pretrained(folder, backend="pil"),
+        device="cpu",
+    )
+    labels, template = ["a cat", "ein Hund", "", "a cat"], "Look: {}!"
+    opened = [Image.open(io.BytesIO(data)) for data in IMAGES[:4]]
+    cases: list[tuple[list[str], dict[str, Any]]] = [
+        (labels, {}),
+        (labels, {"hypothesis_template": template}),
+        ([f"label {number}" for number in range(1000)], {}),
+    ]
+    largest = 0.0
+    with Client(name, server.grpc_url) as client:
+        for given, options in cases:
+            wanted = reference(opened, candidate_labels=given, **options)
+            got = client.classify_images_zero_shot(IMAGES[:4], given, **options)
+            for some, other in zip(got, wanted, strict=True):
+                assert len(some) == len(other) == len(given)
+                assert [each.score for each in some] == sorted((s for _, s in some), reverse=True)
+                own = {each.label: each.score for each in some}
+                largest = max(largest, *(abs(own[each["label"]] - each["score"]) for each in other))
+        again = client.classify_images_zero_shot_each([b"no image", IMAGES[0]], labels)
+        assert isinstance(again[0], InvalidRequestError)
+        assert again[1] == client.classify_images_zero_shot(IMAGES[:1], labels)[0]
+        assert client.classify_images_zero_shot([], labels) == []
+        assert client.classify_images_zero_shot_each([], labels) == []
+        for wrong in ([], None, "cat", ["a", 3], ["x"] * 10_001):
+            with pytest.raises(InvalidRequestError, match="`candidate_labels` must be a list of 1"):
+                client.classify_images_zero_shot(IMAGES[:1], wrong)  # type: ignore[arg-type]
+        for bad in ("a photo", "{} {0}", "{{}}"):
+            with pytest.raises(InvalidRequestError, match="`hypothesis_template` must have"):
+                client.classify_images_zero_shot(IMAGES[:1], labels, hypothesis_template=bad)
+    print(f"{name}: {largest:.1e}")
+    assert largest <= 1e-5
+
+    async def ask() -> object:
+        async with AsyncClient(name, server.grpc_url) as other:
+            return await other.classify_images_zero_shot(IMAGES[:1], labels)
+
+    assert asyncio.run(ask()) == again[1:]
 
 
 def test_the_gateway_takes_images_as_data_urls(server: Server) -> None:

@@ -8,10 +8,10 @@ import pytest
 from tests.support.image_models import save_image_model
 from tests.support.mistakes import refusal
 from tests.support.project import build_into
-from triptych.building.pair import space_of
 from triptych.container.lock_check import check_repository
 from triptych.core.gate.cached import GateFailure
 from triptych.core.inputs import read_inputs
+from triptych.repository.config import space_of
 from triptych.repository.history import rollback
 from triptych.repository.manifest import EncoderManifest, build_id, read_manifest
 from triptych.repository.store import history_folder
@@ -92,7 +92,7 @@ def test_a_pair_that_does_not_fit_is_refused(pipelines: Path) -> None:
         assert (error.field, error.rule[: len(rule)]) == ("pair_with", rule)
     assert not repository.exists()
     inputs = read_inputs(load_spec(pipelines / TEXT), lambda _stage, _line: None)
-    assert space_of(inputs).endswith(", 24 numbers")
+    assert space_of(inputs.plan).endswith(", 24 numbers")
 
 
 def test_the_order_of_matches_between_two_cores_decides(

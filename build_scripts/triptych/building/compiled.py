@@ -13,7 +13,7 @@ from triptych.building.auto import check_possible, choose
 from triptych.building.build import write_repository
 from triptych.building.device_rows import keep_passed_gate, write_device_rows
 from triptych.building.own_checks import check_own_pipeline
-from triptych.building.pair import compare_with_pair, read_pair, space_of
+from triptych.building.pair import compare_with_pair, read_pair
 from triptych.building.pipeline_checks import Check, check_pipeline
 from triptych.building.stages import BuildOptions
 from triptych.container.device_check import ROWS_FILE
@@ -38,6 +38,7 @@ from triptych.core.own_inputs import read_own_inputs
 from triptych.core.precision.stage import CheckedCore, full_precision, lower_precision, shared_core
 from triptych.models.source import read_license
 from triptych.repository.card import CARD_FILE, render_card
+from triptych.repository.config import space_of
 from triptych.repository.manifest import (
     MANIFEST_FILE,
     CoreRecord,
@@ -180,7 +181,7 @@ class CompiledStages:
                 dry_run=dry_run,
                 instruction_sets=_instruction_sets(model),
                 attention=model.attention,
-                space=space_of(model.inputs),
+                space=space_of(plan),
                 traffic=record_traffic(plan.lengths, {} if variety is None else asdict(variety)),
                 gate=model.gate,
                 files=hashes,

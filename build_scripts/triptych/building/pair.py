@@ -19,6 +19,7 @@ from triptych.core.gate.runs import RunBatch, open_core, run_rows
 from triptych.core.inputs import PipelineInputs, read_inputs
 from triptych.core.precision.stage import CheckedCore
 from triptych.core.requests import rows_of
+from triptych.repository.config import space_of
 from triptych.repository.manifest import EncoderManifest, find_manifest
 from triptych.repository.records import ProbeResult
 from triptych.spec.model_fields import is_own
@@ -31,15 +32,6 @@ ROWS = 32
 """Maximum number of rows of the traffic of each side."""
 
 
-def space_of(inputs: PipelineInputs) -> str:
-    """Return the vector space of a pipeline; empty if it has no pair."""
-    plan = inputs.plan
-    if is_own(plan.spec) or plan.spec.pair_with is None or plan.info.space is None:
-        return ""
-    size = plan.parameters.get("dimensions") or plan.info.embedding_size
-    return f"{plan.info.space.id}, {size} numbers"
-
-
 def read_pair(inputs: PipelineInputs, options: BuildOptions) -> PipelineInputs | None:
     """Return the inputs of the pair of a pipeline; None without a pair or without its folder.
 
@@ -49,7 +41,7 @@ def read_pair(inputs: PipelineInputs, options: BuildOptions) -> PipelineInputs |
     spec = inputs.plan.spec
     if is_own(spec) or spec.pair_with is None:
         return None
-    pair, space, folder = None, space_of(inputs), spec.folder.parent / spec.pair_with
+    pair, space, folder = None, space_of(inputs.plan), spec.folder.parent / spec.pair_with
     if not space:
         raise UserError(
             "pair_with",
@@ -59,7 +51,7 @@ def read_pair(inputs: PipelineInputs, options: BuildOptions) -> PipelineInputs |
         )
     if folder.is_dir():
         pair = read_inputs(load_spec(folder), lambda _stage, _line: None)
-        if (other := space_of(pair)) != space:
+        if (other := space_of(pair.plan)) != space:
             raise UserError(
                 "pair_with",
                 "names a pipeline with another vector space",
@@ -94,7 +86,7 @@ def compare_with_pair(
     built = find_manifest(options.repository, name, EncoderManifest)
     file = options.repository / pair.plan.step("core") / "1" / MODEL_FILE
     precision, run = gate.precision, None
-    if built is not None and built.space == space_of(inputs) and file.is_file():
+    if built is not None and built.space == space_of(core.plan) and file.is_file():
         precision = coarsest_of([precision, built.gate.precision])
         run = open_core(file, pair.replanned(built.plan.layout).plan, built.gate.precision)
     own = _vectors(inputs, open_core(core.file, core.plan, gate.precision), options.progress)

@@ -11,7 +11,7 @@ import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
 from typing_extensions import Unpack
 
-from triptych.client import flows, tasks
+from triptych.client import flows, tasks, zero_shot
 from triptych.client.connection import Connection, Opened
 from triptych.client.errors import InferenceError, RowError
 from triptych.client.flows import (
@@ -71,6 +71,8 @@ class AsyncClient(PipelineClient):
     embed_images, embed_images_each = _awaited_task(tasks.embed_images)
     classify_images, classify_images_each = _awaited_task(tasks.classify_images)
     classify_zero_shot, classify_zero_shot_each = _awaited_task(tasks.classify_zero_shot)
+    classify_images_zero_shot = _awaited(zero_shot.classify_images_zero_shot)
+    classify_images_zero_shot_each = _awaited(zero_shot.classify_images_zero_shot_each)
     fill_mask, fill_mask_each = _awaited_task(tasks.fill_mask)
     entities, entities_each = _awaited_task(tasks.entities)
     answer, answer_each = _awaited_task(tasks.answer)

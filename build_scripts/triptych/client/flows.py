@@ -171,6 +171,7 @@ class PipelineClient:
         self._retries = Retries(retry, is_several=self._target.is_several)
         self._config: PipelineConfig | None = None
         self._has_priorities = False
+        self._label_vectors: dict[tuple[str, str], NDArray[Any]] = {}
         self._closed = False
         self._generations: WeakSet[Any] = WeakSet()
         # Freeing one generation may begin another while the lock is held, so it is reentrant.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 import grpc  # type: ignore[import-untyped]
 from typing_extensions import Unpack
 
-from triptych.client import flows, tasks
+from triptych.client import flows, tasks, zero_shot
 from triptych.client.connection import Connection, Opened
 from triptych.client.errors import InferenceError, RowError
 from triptych.client.flows import (
@@ -99,6 +99,8 @@ class Client(PipelineClient):
     embed_images, embed_images_each = _blocking_task(tasks.embed_images)
     classify_images, classify_images_each = _blocking_task(tasks.classify_images)
     classify_zero_shot, classify_zero_shot_each = _blocking_task(tasks.classify_zero_shot)
+    classify_images_zero_shot = _blocking(zero_shot.classify_images_zero_shot)
+    classify_images_zero_shot_each = _blocking(zero_shot.classify_images_zero_shot_each)
     fill_mask, fill_mask_each = _blocking_task(tasks.fill_mask)
     entities, entities_each = _blocking_task(tasks.entities)
     answer, answer_each = _blocking_task(tasks.answer)

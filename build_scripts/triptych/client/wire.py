@@ -6,6 +6,7 @@ import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,6 +57,9 @@ class EncodedRows:
         return list(groups.values())
 
 
+SPACE = "space"
+"""Parameter of an ensemble with a pair; see `PipelineConfig.space`."""
+
 _PROMPT = "text_input"
 
 
@@ -73,6 +77,7 @@ class PipelineConfig:
         input_types: Datatype and sizes of each input by name.
         row_types: Declared type of each input of a pipeline around an own model, also of those that
             a request may leave out: text, bytes, int, float or bool.
+        space: Pair of a side of a model of texts and images, and their vector space.
     """
 
     max_batch_size: int
@@ -83,6 +88,7 @@ class PipelineConfig:
     caches: bool = False
     input_types: Mapping[str, InputType] = field(default_factory=dict)
     row_types: Mapping[str, str] = field(default_factory=dict)
+    space: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def generates(self) -> bool:
@@ -419,6 +425,7 @@ def read_config(response: service_pb2.ModelConfigResponse) -> PipelineConfig:
         config.response_cache.enable,
         {t.name: (_datatype(t), tuple(max(size, 0) for size in t.dims)) for t in config.input},
         json.loads(config.parameters[ROW_TYPES].string_value or "{}"),
+        json.loads(config.parameters[SPACE].string_value or "{}"),
     )
 
 

@@ -7,8 +7,10 @@ histogram, which alerts use.
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +22,7 @@ from triptych.base.tensors import INPUT_IDS, LONGEST, ROW_SPAN, ROW_STRIDE, Tens
 from triptych.runtime.packing_spans import count_slots
 from triptych.spec.engine_plan import EnginePlan
 from triptych.spec.fields import AcceleratorOptions, CoreSettings, SessionOptions
-from triptych.spec.model_fields import CompiledSpec
+from triptych.spec.model_fields import CompiledSpec, is_own
 from triptych.spec.plan import Plan
 from triptych.spec.slo import Slo
 
@@ -448,3 +450,18 @@ def has_bucket_bound(spec: CompiledSpec, limit_ms: float, release: Release) -> b
         and limit_ms in spec.serving.slo.limits_ms.values()
     )
     return release >= COUNTED_FROM and (in_slo or limit_ms in DEFAULT_BOUNDS_MS)
+
+
+def space_of(plan: Plan) -> str:
+    """Return the vector space of a pipeline; empty if it has no pair."""
+    if is_own(plan.spec) or plan.spec.pair_with is None or plan.info.space is None:
+        return ""
+    size = plan.parameters.get("dimensions") or plan.info.embedding_size
+    return f"{plan.info.space.id}, {size} numbers"
+
+
+def describe_space(plan: Plan) -> str:
+    """Return the JSON with the vector space of a pipeline with a pair, for clients."""
+    space = {} if plan.info.space is None else asdict(plan.info.space)
+    space |= {"id": space_of(plan), "size": plan.info.embedding_size}
+    return json.dumps({**space, "pair_with": plan.encoder_spec.pair_with})

@@ -12,6 +12,7 @@ import numpy as np
 
 from triptych.base.releases import OLDEST, fields_newer_than, parse_release, without_newer_fields
 from triptych.base.tensors import REQUEST_PAYLOAD, REQUEST_TICKET, ROW_SPAN, Tensor
+from triptych.client.wire import SPACE
 from triptych.container.health import QUESTION_FILE, WORK_FIELD
 from triptych.container.serving_machine import choose, parse_machine
 from triptych.models.info import ModelNames, OwnInterface, OwnStage
@@ -21,9 +22,11 @@ from triptych.repository.config import (
     core_config,
     declare,
     declare_input,
+    describe_space,
     latency_buckets,
     new_config,
     print_config,
+    space_of,
     version_policy,
     warm_up_file,
 )
@@ -498,10 +501,10 @@ CORE_TENSOR_PREFIX = "core."
 """Prefix of the names of an own graph's tensors between the steps of the ensemble."""
 
 
-def _row_types(plan: Plan) -> dict[str, Any] | None:
-    """Return the parameter of the ensemble that tells clients the declared types of its inputs."""
+def _for_clients(plan: Plan) -> dict[str, Any] | None:
+    """Return the parameter of the ensemble that tells clients of its inputs or its vector space."""
     if not is_own(plan.spec):
-        return None
+        return {SPACE: {"string_value": describe_space(plan)}} if space_of(plan) else None
     types = {name: field.type for name, field in plan.spec.inputs.items()}
     return {ROW_TYPES: {"string_value": json.dumps(types)}}
 
@@ -544,7 +547,7 @@ def _ensemble(plan: Plan) -> object:
             for tensor in plan.task.outputs
         ],
         response_cache={"enable": True} if plan.spec.serving.response_cache else None,
-        parameters=_row_types(plan),
+        parameters=_for_clients(plan),
         model_metrics={"metric_control": [latency_buckets(slo)]} if slo.limits_ms else None,
         ensemble_scheduling={
             "max_inflight_requests": plan.spec.serving.max_inflight_requests or 0,
