@@ -26,7 +26,7 @@ from tests.support.project import (
 from tests.support.served_command import gateway
 from tests.support.served_models import ROBERTA, UNIGRAM, VECTORS, Served, each_of, save
 from triptych.base.errors import UserError
-from triptych.client import AsyncClient, Client, HybridEmbedding, InvalidRequestError
+from triptych.client import AsyncClient, Client, HybridEmbedding, InvalidRequestError, tasks
 from triptych.client.plain import plain_outputs
 from triptych.core.inputs import read_inputs
 from triptych.models.source import read_model_info
@@ -190,6 +190,8 @@ def test_a_client_gets_what_it_asks_for(server: Server) -> None:
         assert all(each.sparse is None and each.vectors is None for each in dense)
         assert (client.embed(TEXTS) == [each.dense for each in dense]).all()
         assert client.embed_hybrid([]) == []
+        assert tasks.embed(TEXTS).requested_of(client.interface()) == ("embedding",)
+        assert tasks.embed_sparse(TEXTS).requested_of(client.interface()) == tasks.TERMS
         for terms, vectors, own in zip(
             client.embed_sparse(TEXTS, max_active_dims=3),
             client.embed_multi_vector(TEXTS),

@@ -228,7 +228,7 @@ class PipelineClient:
         deadline: Deadline,
         *,
         keep_going: bool,
-        requested: Sequence[str] = (),
+        call: TaskCall[Any, Any] | None = None,
     ) -> Flow[Work]:
         own = parameters or {}
         parameters = {**(CALL_PARAMETERS.get() or {}), **own}
@@ -253,7 +253,8 @@ class PipelineClient:
             retries=self._retries,
             keep_going=keep_going,
         )
-        work.requested = requested
+        if call is not None:
+            work.requested = call.requested_of(self._config)
         yield work
         return work
 
@@ -279,7 +280,7 @@ class PipelineClient:
                     call.parameters,
                     deadline,
                     keep_going=keep_going,
-                    requested=call.requested,
+                    call=call,
                 )
             )
         except InvalidRequestError as error:

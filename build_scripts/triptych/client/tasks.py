@@ -67,6 +67,16 @@ class TaskCall(Generic[Whole, Row]):
     has_one_output: bool = False
     requested: tuple[str, ...] = ()
 
+    def requested_of(self, config: PipelineConfig | None) -> tuple[str, ...]:
+        """Return the outputs to ask a pipeline with this interface for; none for all.
+
+        If a pipeline may answer with one of several outputs, its parameters decide, so all are
+        asked for.
+        """
+        known = () if config is None else config.outputs
+        usable = tuple(name for name in self.outputs if name in known)
+        return usable if self.has_one_output and len(usable) == 1 else self.requested
+
     def whole(self, outputs: Outputs) -> Whole:
         """Return the result of the call.
 
@@ -277,6 +287,7 @@ def embed_sparse(
         _by_row(read_row),
         read_row,
         timeout_s,
+        requested=TERMS,
     )
 
 
