@@ -23,7 +23,7 @@ from tests.support.client_toy import Toy, expected, texts_of_many_lengths, wait_
 from tests.support.gateway_environment import python_with
 from tests.support.project import ROOT
 from triptych.base.errors import UserError
-from triptych.interface.bulk.corpus import CorpusPart, Output, open_store, plan_parts
+from triptych.interface.bulk.corpus import CorpusPart, Output, PartRecord, open_store, plan_parts
 
 COMMAND = "from triptych.interface.cli import main; main()"
 FILES, ROWS = 12, 60
@@ -89,7 +89,10 @@ def test_results_count_with_their_record_and_only_for_their_run(tmp_path: Path) 
     out, results = Output(f"{tmp_path}/out"), tmp_path / "results"
     results.write_bytes(b"rows")
     assert out.start({"build": "a"}) == {}
-    record = out.add(CorpusPart(3, "x"), 4, 1, 0.5, results)
+    record = PartRecord(4, 1, 0.5, 4, "0" * 64, 9, {"read": 0.5})
+    with results.open("rb") as file:
+        out.publish("part-000003.parquet", file)
+    out.add(CorpusPart(3, "x"), record)
     assert out.start({"build": "a"}) == {3: record}
     with pytest.raises(UserError, match=r"results of another run.* Given: other build"):
         out.start({"build": "b"})
@@ -138,6 +141,7 @@ def test_killed_processes_lose_no_row_and_write_none_twice(
     assert last.returncode == 1, errors  # one row failed
     done = json.loads(printed)
     assert (done["rows"], done["failed"]) == (FILES * ROWS + 2, 1)
+    assert done["times"].keys() == {"read", "tokenize", "core", "write"}
     assert kills
     check(out)
     other = infer(*words, "-p", "dimensions=4")
@@ -190,12 +194,14 @@ def test_a_corpus_in_a_store_of_s3_is_read_and_written(
     )
     run = infer(
         *("toy", "--file", "s3://corpus/in/*", "--out", "s3://corpus/out", "--url", toy.url),
-        *("--max-errors", "1"),
+        *("--max-errors", "1", "--price-per-hour", "3"),
         **access,
     )
     printed, errors = run.communicate(timeout=200)
     assert run.returncode == 1, errors
-    assert json.loads(printed)["rows"] == FILES * ROWS + 2
+    done = json.loads(printed)
+    assert done["rows"] == FILES * ROWS + 2
+    assert done["cost_per_million"] == pytest.approx(3 / 3600 * 1e6 / done["rows_per_s"], rel=0.01)
     out = tmp_path / "fetched"
     out.mkdir()
     subprocess.run(

@@ -288,7 +288,7 @@ def test_a_file_that_is_none_is_a_mistake(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"Did you mean `texts`\? Give the column with --text-column"
     ):
-        check_columns({"text": "text"}, scan, tmp_path / "rows.csv")
+        check_columns({"text": "text"}, scan.columns, tmp_path / "rows.csv")
 
 
 def test_a_row_of_other_bytes_fails_alone_and_keeps_them(tmp_path: Path) -> None:

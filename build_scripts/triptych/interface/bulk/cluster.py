@@ -13,18 +13,31 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from triptych.base.cache import sha256_of
 from triptych.base.errors import UserError
 from triptych.base.extras import install_command
 from triptych.client import ServerUnreachableError
-from triptych.interface.bulk.arrow import ArrowColumns
+from triptych.interface.bulk.arrow import (
+    ArrowColumns,
+    Parquet,
+    RowGroups,
+    original_rows,
+    read_schema,
+)
 from triptych.interface.bulk.corpus import CorpusPart, Output, PartRecord, open_store, plan_parts
-from triptych.interface.bulk.files import ERROR, UTF_8, AnswerColumn, Table, name_columns, open_rows
+from triptych.interface.bulk.files import (
+    ERROR,
+    AnswerColumn,
+    RowChunk,
+    Table,
+    name_columns,
+    open_rows,
+)
 from triptych.interface.bulk.jobs import JobOptions, prepare, wanted_columns
-from triptych.interface.bulk.parquet import Parquet, PartWriter
 from triptych.interface.bulk.session import Session
 from triptych.repository.manifest import build_id
 
@@ -50,9 +63,8 @@ class ClusterOptions(JobOptions):
     repository: Path | None = None  # Folder of the model repository on each node; None: use `url`
     build: str = ""  # ID of the build in the repository
     max_errors: int | None = None  # Maximum number of failed rows; None for any number
-    encoding: str = UTF_8
-    suffix: str | None = None  # Extension of the files' format; None for their own
     part_bytes: int = 32 << 20  # Size from which a Parquet file is divided
+    price_per_hour: float | None = None  # Price of a process per hour; None for no cost
 
 
 @dataclass
@@ -65,6 +77,10 @@ class ClusterProgress:
     rows: int = 0  # Number of rows written, by earlier runs too
     failed: int = 0  # Number of rows without a result
     seconds: float = 0.0  # Time since this run began
+    cost_per_million: float | None = None  # Price of a million rows; None without a price
+    tokens: int = 0  # Number of their tokens; 0 if unknown
+    processes: int = 0  # Number of processes that infer
+    times: dict[str, float] = field(default_factory=dict)  # Seconds of all processes by their use
 
     @property
     def rows_per_s(self) -> float:
@@ -76,6 +92,19 @@ class ClusterProgress:
         self.done += 1
         self.rows += record.rows
         self.failed += record.failed
+        self.tokens += record.tokens
+        for name, spent in record.times.items():
+            self.times[name] = self.times.get(name, 0.0) + spent
+
+    def describe(self) -> str:
+        """Return the rates of this run, the shares of its time, and its cost, as a text."""
+        texts, whole = [f"{self.rows_per_s:,.0f} rows/s"], sum(self.times.values())
+        if self.tokens:
+            texts.append(f"{self.rows_per_s * self.tokens / self.rows:,.0f} tokens/s")
+        texts += [f"{name} {spent / whole:.0%}" for name, spent in self.times.items()]
+        if self.cost_per_million is not None:
+            texts.append(f"{self.cost_per_million:.3g} per million rows")
+        return ", ".join(texts)
 
 
 def run_on_cluster(
@@ -103,11 +132,14 @@ def run_on_cluster(
     reasons: list[str] = []
     if waiting:
         with _cluster(options.address) as ray:
-            for told in _results(ray, options, waiting):
+            for told in _results(ray, options, waiting, progress):
                 if "record" not in told:
                     raise UserError(**told)
                 progress.add(PartRecord(*told["record"]))
                 progress.seconds = time.monotonic() - began
+                if options.price_per_hour is not None and progress.rows_per_s:
+                    node_s = progress.processes / progress.rows_per_s
+                    progress.cost_per_million = options.price_per_hour / 3600 * 1e6 * node_s
                 report(progress)
                 reasons = [*reasons, *told["reasons"]][:_MAX_REASONS]
                 if options.max_errors is not None and progress.failed > options.max_errors:
@@ -155,7 +187,7 @@ def _cluster(address: str) -> Iterator[Any]:
 
 
 def _results(
-    ray: Any, options: ClusterOptions, parts: list[CorpusPart]
+    ray: Any, options: ClusterOptions, parts: list[CorpusPart], progress: ClusterProgress
 ) -> Iterator[dict[str, Any]]:
     """Yield a record with reasons of failed rows for each part, or the fields of a `UserError`.
 
@@ -173,6 +205,7 @@ def _results(
         [{"part": json.dumps(part)} for part in parts],
         override_num_blocks=min(len(parts), _MAX_BLOCKS),
     )
+    progress.processes = count
     pool = ray.data.ActorPoolStrategy(size=count)
     done = rows.map_batches(
         PartWorker, fn_constructor_args=(options,), batch_size=1, compute=pool, **needed
@@ -219,13 +252,27 @@ class PartWorker:
                     remedy="Give every node the same model repository",
                 )
             self._session = Session(options, folder)
+        times, before = (
+            dict.fromkeys(("read", "tokenize", "core", "write"), 0.0),
+            self._session.use(),
+        )
         with tempfile.TemporaryDirectory(prefix="triptych-part-") as scratch:
             results = Path(scratch, "results")
-            work = self._infer(self._session, self._open(part, Path(scratch)), results)
-            rows, reasons = self._session.run(work)
-            record = Output(options.out).add(
-                part, rows, len(reasons), time.monotonic() - began, results
-            )
+            with _timed(times, "read"):
+                table = self._open(part, Path(scratch))
+            rows, reasons = self._session.run(self._infer(self._session, table, results, times))
+            output = Output(options.out)
+            with _timed(times, "write"), results.open("rb") as file:
+                size, digest = results.stat().st_size, sha256_of(results)
+                output.publish(f"{part.name}.parquet", file)
+        seconds = time.monotonic() - began
+        used = {name: value - before.get(name, 0.0) for name, value in self._session.use().items()}
+        tokens = int(used.pop("tokens", 0))
+        waited = seconds - sum(times.values())
+        for name, busy in used.items():
+            times[name] = busy / (sum(used.values()) or 1.0) * waited
+        record = PartRecord(rows, len(reasons), seconds, size, digest, tokens, times)
+        output.add(part, record)
         return {"record": record, "reasons": reasons[:_MAX_REASONS]}
 
     def _open(self, part: CorpusPart, scratch: Path) -> Table:
@@ -240,7 +287,9 @@ class PartWorker:
             shutil.copyfileobj(source, copy, 1 << 20)
         return open_rows(path, options.encoding, suffix)
 
-    async def _infer(self, session: Session, table: Table, out: Path) -> tuple[int, list[str]]:
+    async def _infer(
+        self, session: Session, table: Table, out: Path, times: dict[str, float]
+    ) -> tuple[int, list[str]]:
         """Write rows with their results, and return their number and the reasons of failed ones."""
         options, job = self._options, session.job
         scan = table.scan()
@@ -248,12 +297,32 @@ class PartWorker:
         columns = [*job.outputs, AnswerColumn(ERROR, ERROR)]
         named = name_columns(options.pipeline, columns, scan.columns)
         results = ArrowColumns(named, fixed=False)
-        chunks = (prepare(chunk, options) for chunk in table.chunks(wanted, job.chunk_rows, 0))
+        read = _timed_each(table.chunks(wanted, job.chunk_rows, 0), times)
+        chunks = (prepare(chunk, options) for chunk in read)
         rows, reasons = 0, list[str]()
-        with PartWriter(table, scan.columns, out) as writer:
+        with RowGroups(out, read_schema(table, scan.columns)) as groups:
             async with aclosing(session.send(chunks)) as answered:
                 async for chunk, answers in answered:
-                    writer.add(results.append(writer.original(chunk), answers))
+                    with _timed(times, "write"):
+                        original = original_rows(chunk, scan.columns)
+                        groups.add(results.append(original, answers))
                     rows += chunk.count
                     reasons += [str(error) for error in answers[ERROR] if error is not None]
         return rows, reasons
+
+
+@contextmanager
+def _timed(times: dict[str, float], name: str) -> Iterator[None]:
+    """Add the seconds of the block to those of a name."""
+    began = time.monotonic()
+    yield
+    times[name] += time.monotonic() - began
+
+
+def _timed_each(chunks: Iterator[RowChunk], times: dict[str, float]) -> Iterator[RowChunk]:
+    while True:
+        with _timed(times, "read"):
+            chunk = next(chunks, None)
+        if chunk is None:
+            return
+        yield chunk

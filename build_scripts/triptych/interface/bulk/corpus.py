@@ -13,15 +13,15 @@ import json
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 
-from triptych.base.cache import sha256_of
 from triptych.base.errors import UserError
 
 _MANIFEST = "_triptych"
@@ -49,6 +49,8 @@ class PartRecord(NamedTuple):
     seconds: float  # Time from reading to writing
     size: int  # Size of the results in bytes
     sha256: str  # Hash of the results
+    tokens: int = 0  # Number of tokens; 0 if unknown
+    times: Mapping[str, float] = MappingProxyType({})  # Seconds by what they were spent on
 
 
 def open_store(option: str, uri: str) -> tuple[fs.FileSystem, str]:
@@ -170,15 +172,9 @@ class Output:
         except (pa.ArrowException, OSError) as error:
             raise _unreadable("--out", self._uri, error) from error
 
-    def add(
-        self, part: CorpusPart, rows: int, failed: int, seconds: float, results: Path
-    ) -> PartRecord:
-        """Write the results of a part, then its record."""
-        record = PartRecord(rows, failed, seconds, results.stat().st_size, sha256_of(results))
-        with results.open("rb") as file:
-            self.publish(f"{part.name}.parquet", file)
+    def add(self, part: CorpusPart, record: PartRecord) -> None:
+        """Write the record of a part, whose results are written."""
         self.publish(f"{_MANIFEST}/{part.name}.json", json.dumps(record._asdict()).encode())
-        return record
 
     def publish(self, name: str, content: bytes | IO[bytes]) -> None:
         """Write a file atomically. An object of a store appears when its upload is complete."""

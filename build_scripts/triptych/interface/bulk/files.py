@@ -1,4 +1,4 @@
-"""Files of rows that are read: JSON lines, plain text, CSV and TSV; Parquet is in `parquet`.
+"""Files of rows that are read: JSON lines, plain text, CSV and TSV; Parquet is in `arrow`.
 
 Python's `csv` and `json` read them, not pyarrow: a bad row must fail alone and in its place, and
 cells and lines are written again as they stand in the file.
@@ -117,20 +117,23 @@ def name_columns(
     return named
 
 
-def check_columns(wanted: Mapping[str, str], scan: Scan, path: Path) -> None:
-    """Check that the file has all columns of `wanted` (column by input).
+def check_columns(
+    wanted: Mapping[str, str], columns: Sequence[str], path: Path | None = None
+) -> None:
+    """Check that a file, or a batch if `path` is None, has all columns of `wanted` (by input).
 
     Raises:
         UserError: A column is missing.
     """
     for name, column in wanted.items():
-        if column not in scan.columns:
-            option = f"--{name.replace('_', '-')}-column"
+        if column not in columns:
+            key = name.replace("_", "-")
+            option = f"--{key}-column" if path else f"columns={{'{name}': COLUMN}}"
             raise UserError(
-                f"{path}: {column}",
-                f"is not a column of the file; input `{name}` needs one",
-                given=_list_columns(scan.columns),
-                remedy=f"{closest(column, scan.columns)}Give the column with {option}",
+                f"{path}: {column}" if path else column,
+                f"is not a column of the {'file' if path else 'batch'}; input `{name}` needs one",
+                given=_list_columns(columns),
+                remedy=f"{closest(column, columns)}Give the column with {option}",
             )
 
 
@@ -395,7 +398,7 @@ def open_rows(path: Path, encoding: str = UTF_8, suffix: str | None = None) -> T
     kind = path.suffix.lower() if suffix is None else suffix
     try:
         if kind == ".parquet":
-            from triptych.interface.bulk.parquet import Parquet
+            from triptych.interface.bulk.arrow import Parquet
 
             return Parquet(path)
         if kind in (".csv", ".tsv"):

@@ -104,6 +104,8 @@ class JobOptions:
     # Treatment of rows with an empty input: they are sent, left without a result, or reported as
     # errors.
     empty: EmptyCells = "send"
+    encoding: str = UTF_8  # Name of the encoding of files' text
+    suffix: str | None = None  # Extension of the files' format; None for that of each file
 
     @property
     def folder(self) -> Path:
@@ -128,8 +130,6 @@ class BulkOptions(JobOptions):
 
     file: Path
     out: Path
-    encoding: str = UTF_8  # Name of the encoding of the file's text
-    suffix: str | None = None  # Extension of the file's format; None for that of the file
     json_cells: bool = False  # Whether vectors are written into cells, as JSON
 
     @property
@@ -159,7 +159,7 @@ def wanted_columns(
     """
     given = {f"{PARAMETERS}.{key}": name for key, name in options.parameter_columns.items()}
     wanted = {**job.wanted(scan), **given}
-    check_columns(wanted, scan, path)
+    check_columns(wanted, scan.columns, path)
     return wanted
 
 

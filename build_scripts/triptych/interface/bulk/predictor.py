@@ -10,11 +10,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from triptych.base.errors import UserError, closest
+from triptych.base.errors import UserError
 from triptych.client.wire import Parameter
 from triptych.interface import api
-from triptych.interface.bulk.arrow import ArrowColumns, to_table
-from triptych.interface.bulk.files import ERROR, AnswerColumn, Answers, RowChunk, Scan, name_columns
+from triptych.interface.bulk.arrow import ArrowColumns, make_chunk, to_table
+from triptych.interface.bulk.files import (
+    ERROR,
+    AnswerColumn,
+    Answers,
+    RowChunk,
+    Scan,
+    check_columns,
+    name_columns,
+)
 from triptych.interface.bulk.jobs import JobOptions
 from triptych.interface.bulk.session import Session
 
@@ -99,20 +107,17 @@ class Predictor:
         names = tuple(rows.column_names)
         session = self._session
         wanted = session.job.wanted(Scan(rows.num_rows, names))
-        for name, column in wanted.items():
-            if column not in names:
-                raise UserError(
-                    column,
-                    f"is not a column of the batch; input `{name}` needs one",
-                    given=f"the columns {', '.join(names)}",
-                    remedy=f"{closest(column, names)}Give the column with "
-                    f"columns={{'{name}': COLUMN}}",
-                )
+        check_columns(wanted, names)
         if names not in self._arrow:
             pipeline = session.options.pipeline
             self._arrow[names] = ArrowColumns(name_columns(pipeline, self._columns, names))
         with self._lock:
-            answers = session.run(self._send(_chunks(rows, wanted, session.job.chunk_rows)))
+            size = session.job.chunk_rows
+            chunks = (
+                make_chunk(rows.slice(first, size), first, wanted)
+                for first in range(0, rows.num_rows, size)
+            )
+            answers = session.run(self._send(chunks))
         return self._arrow[names].append(rows, answers)
 
     def close(self) -> None:
@@ -135,10 +140,3 @@ class Predictor:
                 for name, values in answers.items():
                     whole[name] += values
         return whole
-
-
-def _chunks(rows: pa.Table, wanted: Mapping[str, str], size: int) -> Iterator[RowChunk]:
-    for first in range(0, rows.num_rows, size):
-        part = rows.slice(first, size)
-        columns = {name: part.column(column).to_pylist() for name, column in wanted.items()}
-        yield RowChunk(first, part.num_rows, columns, part)

@@ -12,9 +12,9 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -26,13 +26,13 @@ from triptych.interface.bulk.files import (
     ERROR,
     UTF_8,
     AnswerColumn,
-    RowChunk,
+    Answers,
     Table,
     name_columns,
     open_rows,
 )
 from triptych.interface.bulk.jobs import BulkOptions, open_job, prepare, wanted_columns
-from triptych.interface.bulk.sending import BatchSizeTuner, ChunkSender, send_chunks
+from triptych.interface.bulk.sending import send_chunks
 from triptych.interface.bulk.writers import OUTPUTS, Writer, open_writer
 
 
@@ -173,6 +173,10 @@ class BulkProgress:
         """Rows per second of this run."""
         return (self.done - self.earlier) / self.seconds if self.seconds else 0.0
 
+    def describe(self) -> str:
+        """Return the rate of this run as a text."""
+        return f"{self.rows_per_s:,.0f} rows/s"
+
 
 def run(options: BulkOptions, report: Callable[[BulkProgress], None]) -> BulkProgress:
     """Send every row of a file and write the rows with their results.
@@ -186,7 +190,7 @@ def run(options: BulkOptions, report: Callable[[BulkProgress], None]) -> BulkPro
     table = open_table(options.file, options.out, encoding=options.encoding, suffix=options.suffix)
     parts = Parts(options.out)
     try:
-        return asyncio.run(_Run(options, table, parts, report).run())
+        return asyncio.run(_run(options, table, parts, report))
     except InferenceError as error:
         remedy = describe_stored(options.out)
         raise request_failure(options.pipeline, options.url, error, remedy) from error
@@ -206,80 +210,63 @@ def describe_stored(out: Path) -> str:
     )
 
 
-class _Run:
-    def __init__(
-        self,
-        options: BulkOptions,
-        table: Table,
-        parts: Parts,
-        report: Callable[[BulkProgress], None],
-    ) -> None:
-        self._options = options
-        self._table = table
-        self._writer: Writer
-        self._parts = parts
-        self._report = report
-        self._encoded: list[Any] = []
-        self._first = self._done = self._failed_before = self._failed = 0
-
-    async def run(self) -> BulkProgress:
-        options = self._options
-        async with AsyncExitStack() as stack:
-            job = await open_job(options, stack)
-            outputs = [*job.outputs, AnswerColumn(ERROR, ERROR)]
-            scan = self._table.scan()
-            wanted = wanted_columns(job, options, scan, options.file)
-            self._writer = open_writer(
-                self._table, scan, options.out, job.outputs, json_cells=options.json_cells
-            )
-            columns = name_columns(options.pipeline, outputs, scan.columns)
-            senders = {size: await job.open_sender(size, stack) for size in job.batch_sizes.sizes}
-            with self._parts.locked(options.identity()):
-                read = self._table.chunks(wanted, job.chunk_rows, self._parts.done().rows)
-                chunks = (prepare(chunk, options) for chunk in read)
-                progress = await self._send_all(
-                    senders, job.batch_sizes, chunks, columns, scan.rows
-                )
-                kept = columns if progress.failed else columns[:-1]  # no column of errors
-                with self._parts.output() as out:
-                    self._writer.join(self._parts.done().paths, kept, out)
-            return progress
-
-    async def _send_all(
-        self,
-        senders: Mapping[int, ChunkSender],
-        batch_sizes: BatchSizeTuner,
-        chunks: Iterator[RowChunk],
-        columns: Sequence[AnswerColumn],
-        rows: int,
-    ) -> BulkProgress:
-        stored = self._parts.done()
-        self._first = self._done = stored.rows
-        self._failed_before = self._failed = stored.failed
-        began = part_began = time.monotonic()
-        progress = BulkProgress(rows, stored.rows, stored.rows, stored.failed, 0.0)
-        try:
-            async with aclosing(send_chunks(senders, batch_sizes, chunks)) as answered:
-                async for chunk, answers in answered:
-                    encoded = await asyncio.to_thread(self._writer.encode, chunk, columns, answers)
-                    self._encoded.append(encoded)
-                    self._done += chunk.count
-                    self._failed += sum(error is not None for error in answers[ERROR])
-                    now = time.monotonic()
-                    if self._done - self._first >= _PART_ROWS or now - part_began >= _PART_S:
-                        self._store()
-                        part_began = now
-                    progress = BulkProgress(
-                        rows, self._done, stored.rows, self._failed, now - began
-                    )
-                    self._report(progress)
-        finally:
-            self._store()
+async def _run(
+    options: BulkOptions, table: Table, parts: Parts, report: Callable[[BulkProgress], None]
+) -> BulkProgress:
+    async with AsyncExitStack() as stack:
+        job = await open_job(options, stack)
+        scan = table.scan()
+        wanted = wanted_columns(job, options, scan, options.file)
+        writer = open_writer(table, scan, options.out, job.outputs, json_cells=options.json_cells)
+        outputs = [*job.outputs, AnswerColumn(ERROR, ERROR)]
+        columns = name_columns(options.pipeline, outputs, scan.columns)
+        senders = {size: await job.open_sender(size, stack) for size in job.batch_sizes.sizes}
+        with parts.locked(options.identity()):
+            stored = parts.done()
+            progress = BulkProgress(scan.rows, stored.rows, stored.rows, stored.failed, 0.0)
+            read = table.chunks(wanted, job.chunk_rows, stored.rows)
+            chunks = (prepare(chunk, options) for chunk in read)
+            waiting = _Waiting(parts, writer, stored)
+            began = time.monotonic()
+            try:
+                async with aclosing(send_chunks(senders, job.batch_sizes, chunks)) as answered:
+                    async for chunk, answers in answered:
+                        encoded = await asyncio.to_thread(writer.encode, chunk, columns, answers)
+                        waiting.add(encoded, chunk.count, answers)
+                        now_s = time.monotonic() - began
+                        progress = replace(
+                            progress, done=waiting.done, failed=waiting.failed, seconds=now_s
+                        )
+                        report(progress)
+            finally:
+                waiting.store()
+            kept = columns if progress.failed else columns[:-1]  # no column of errors
+            with parts.output() as out:
+                writer.join(parts.done().paths, kept, out)
         return progress
 
-    def _store(self) -> None:
+
+class _Waiting:
+    """Rows with results that are not yet stored as a part."""
+
+    def __init__(self, parts: Parts, writer: Writer, stored: Done) -> None:
+        self._parts, self._writer, self._stored = parts, writer, stored
+        self._encoded: list[Any] = []
+        self._began = time.monotonic()
+        self.done, self.failed = stored.rows, stored.failed
+
+    def add(self, encoded: object, rows: int, answers: Answers) -> None:
+        self._encoded.append(encoded)
+        self.done += rows
+        self.failed += sum(error is not None for error in answers[ERROR])
+        is_old = time.monotonic() - self._began >= _PART_S
+        if self.done - self._stored.rows >= _PART_ROWS or is_old:
+            self.store()
+
+    def store(self) -> None:
         if self._encoded:
-            failed = self._failed - self._failed_before
-            content = self._writer.pack(self._encoded)
-            self._parts.add(self._first, self._done - self._first, failed, content)
-            self._encoded, self._first, self._failed_before = [], self._done, self._failed
+            before, content = self._stored, self._writer.pack(self._encoded)
+            rows, failed = self.done - before.rows, self.failed - before.failed
+            self._parts.add(before.rows, rows, failed, content)
+            self._encoded, self._stored = [], Done(self.done, self.failed, [])
+            self._began = time.monotonic()

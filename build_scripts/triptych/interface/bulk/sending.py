@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping
 from math import ceil
 from typing import Protocol
 
+from triptych.client import AsyncClient
 from triptych.interface.bulk.files import Answers, RowChunk
 
 CHUNKS = 3
@@ -78,6 +79,10 @@ class BatchSizeTuner:
 
 class ChunkSender(Protocol):
     """Sends chunks of rows in requests of one size."""
+
+    @property
+    def client(self) -> AsyncClient:
+        """Client of the pipeline."""
 
     async def send(self, chunk: RowChunk) -> Answers:
         """Return the results of a chunk, with the reason for each row without one."""

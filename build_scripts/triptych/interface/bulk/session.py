@@ -6,7 +6,7 @@ import asyncio
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Coroutine, Iterator
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +17,8 @@ from triptych.interface import api
 from triptych.interface.bulk.files import Answers, RowChunk
 from triptych.interface.bulk.jobs import JobOptions, open_job
 from triptych.interface.bulk.sending import send_chunks
+from triptych.runtime.counters import ROW_TOKENS
+from triptych.serving.bench.resources import fetch_metrics
 
 Result = TypeVar("Result")
 
@@ -37,10 +39,13 @@ class Session:
     """
 
     def __init__(self, options: JobOptions, repository: Path | str | None = None) -> None:
+        self._metrics_url = ""  # Metrics page of its own server
         with ExitStack() as opened:
             if repository is not None:
                 server = api.serve(options.pipeline, repository=repository)
-                options = replace(options, url=opened.enter_context(server).grpc_url)
+                started = opened.enter_context(server)
+                options = replace(options, url=started.grpc_url)
+                self._metrics_url = started.metrics_url
             self.options = options
             self._loop = asyncio.new_event_loop()
             thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -65,6 +70,30 @@ class Session:
     def send(self, chunks: Iterator[RowChunk]) -> AsyncGenerator[tuple[RowChunk, Answers], None]:
         """Yield chunks with their results; see `send_chunks`. One call at a time is supported."""
         return send_chunks(self._senders, self.job.batch_sizes, chunks)
+
+    def use(self) -> dict[str, float]:
+        """Return sums since the server's start: seconds that its steps ran, and `tokens`.
+
+        The steps are `tokenize`, `core` and `postprocess`; there is none of several servers. A
+        server at a URL does not tell the tokens.
+        """
+        used = self.run(self._steps())
+        if self._metrics_url:
+            for name, labels, value in fetch_metrics(self._metrics_url):
+                if (name, labels.get("pipeline")) == (f"{ROW_TOKENS}_sum", self.options.pipeline):
+                    used["tokens"] = value
+        return used
+
+    async def _steps(self) -> dict[str, float]:
+        used: dict[str, float] = {}
+        with suppress(InferenceError):
+            for step in await next(iter(self._senders.values())).client.step_statistics():
+                kind = step.model.rpartition("_")[2]
+                key = kind if kind in ("core", "postprocess") else "tokenize"
+                # Each request of a batch counts the time of the batch.
+                share = step.executions / max(step.requests, 1)
+                used[key] = used.get(key, 0.0) + share * step.compute_infer_total_us / 1e6
+        return used
 
     async def _open(self, connections: AsyncExitStack) -> None:
         self.job = await open_job(self.options, connections)

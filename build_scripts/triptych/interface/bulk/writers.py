@@ -62,7 +62,7 @@ def open_writer(
     if suffix == VECTORS:
         return VectorWriter(outputs)
     if suffix == ".parquet":
-        from triptych.interface.bulk.parquet import ParquetWriter
+        from triptych.interface.bulk.arrow import ParquetWriter
 
         return ParquetWriter(table, scan.columns)
     if suffix == ".jsonl":

@@ -31,6 +31,7 @@ from triptych.interface.cli.options import (
 
 if TYPE_CHECKING:
     from triptych.interface.bulk.cluster import ClusterProgress
+    from triptych.interface.bulk.jobs import JobOptions
     from triptych.interface.bulk.run import BulkProgress
 
 
@@ -168,6 +169,10 @@ class RayOptions:
         int | None,
         typer.Option(help="Number of failed rows after which --ray stops. Default: no limit."),
     ] = None
+    price_per_hour: Annotated[
+        float | None,
+        typer.Option(help="Price of a GPU, or a node without one, per hour. Default: no cost."),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,52 +250,47 @@ def infer(
             )
         _generate(name, prompt, request, as_json=as_json)
     elif cluster != RayOptions():
-        _infer_corpus(name, rows, table, cluster, request, as_json=as_json)
+        _infer_corpus(_job(name, rows, table, request), table, cluster, as_json=as_json)
     elif table.out is not None:
-        _infer_file(name, rows, table, Path(table.out), request, as_json=as_json)
+        job = _job(name, rows, table, request)
+        _infer_file(job, table, Path(table.out), as_json=as_json)
     else:
         _infer_rows(name, rows, table, request, as_json=as_json)
 
 
-def _infer_file(
-    name: str,
-    rows: RowOptions,
-    table: FileOptions,
-    out: Path,
-    request: RequestOptions,
-    *,
-    as_json: bool,
-) -> None:
+def _job(name: str, rows: RowOptions, table: FileOptions, request: RequestOptions) -> JobOptions:
+    from triptych.interface.bulk.jobs import JobOptions
+    from triptych.interface.cli.rows import read_constants
+
+    return JobOptions(
+        name,
+        request.url,
+        table.columns,
+        read_constants(rows.text or (), rows.text_pair or (), rows.image or ()),
+        request.parameters or (),
+        request.timeout_s,
+        _parse_columns(table.parameter_columns or ()),
+        table.empty,
+        table.encoding,
+        table.suffix,
+    )
+
+
+def _infer_file(job: JobOptions, table: FileOptions, out: Path, *, as_json: bool) -> None:
     """Send the rows of a file, and write them with their answers."""
     from triptych.interface.bulk.jobs import BulkOptions
     from triptych.interface.bulk.run import run
-    from triptych.interface.cli.rows import read_constants
 
     if table.file is None:
         raise UserError(
             "--out", "is only supported with --file", given=out, remedy="Add --file FILE"
         )
-    constants = read_constants(rows.text or (), rows.text_pair or (), rows.image or ())
     with (
         _spooled(Path(table.file)) as source,
         _continued(out),
         show_progress("infer", "sending") as show,
     ):
-        options = BulkOptions(
-            name,
-            request.url,
-            table.columns,
-            constants,
-            request.parameters or (),
-            request.timeout_s,
-            file=source,
-            out=out,
-            parameter_columns=_parse_columns(table.parameter_columns or ()),
-            empty=table.empty,
-            encoding=table.encoding,
-            suffix=table.suffix,
-            json_cells=table.json_cells,
-        )
+        options = BulkOptions(**vars(job), file=source, out=out, json_cells=table.json_cells)
         done = run(
             options,
             lambda now: show(
@@ -301,17 +301,10 @@ def _infer_file(
 
 
 def _infer_corpus(
-    name: str,
-    rows: RowOptions,
-    table: FileOptions,
-    cluster: RayOptions,
-    request: RequestOptions,
-    *,
-    as_json: bool,
+    job: JobOptions, table: FileOptions, cluster: RayOptions, *, as_json: bool
 ) -> None:
     """Let a cluster send the rows of files, and write them with their answers."""
     from triptych.interface.bulk.cluster import ClusterOptions, run_on_cluster
-    from triptych.interface.cli.rows import read_constants
 
     if cluster.ray is None or table.file is None or table.out is None:
         raise UserError(
@@ -320,21 +313,13 @@ def _infer_corpus(
             remedy="Add --ray auto, the files with --file, and a folder with --out",
         )
     options = ClusterOptions(
-        name,
-        request.url,
-        table.columns,
-        read_constants(rows.text or (), rows.text_pair or (), rows.image or ()),
-        request.parameters or (),
-        request.timeout_s,
-        _parse_columns(table.parameter_columns or ()),
-        table.empty,
+        **vars(job),
         file=table.file,
         out=table.out,
         address=cluster.ray,
         repository=cluster.repository and cluster.repository.absolute(),
         max_errors=cluster.max_errors,
-        encoding=table.encoding,
-        suffix=table.suffix,
+        price_per_hour=cluster.price_per_hour,
     )
     with show_progress("infer", "sending") as show, sigterm_as_interrupt():
         done = run_on_cluster(
@@ -345,7 +330,7 @@ def _infer_corpus(
                     now.parts,
                     "parts",
                     now.done / now.seconds,
-                    f", {now.rows_per_s:,.0f} rows/s, {now.failed:,} failed",
+                    f", {now.describe()}, {now.failed:,} failed",
                 )
             ),
         )
@@ -484,6 +469,4 @@ def _print_run(done: BulkProgress | ClusterProgress, out: Path | str, as_json: b
         print_json(result)
         return
     earlier = f", {done.earlier:,} of them by earlier runs" if done.earlier else ""
-    output.print(
-        f"{amount(done.rows, 'row')}{earlier}, {done.rows_per_s:,.0f} rows/s: {out}", markup=False
-    )
+    output.print(f"{amount(done.rows, 'row')}{earlier}, {done.describe()}: {out}", markup=False)
