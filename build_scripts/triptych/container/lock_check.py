@@ -7,6 +7,7 @@ least one cannot, 2 there is no repository or a setting is wrong.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -27,12 +28,15 @@ from triptych.container.manifests import (
 )
 from triptych.container.processor import find_instruction_sets
 from triptych.container.settings import Settings, read_settings
+from triptych.runtime.in_flight import FORMAT
 
 EXIT_REFUSED = 1
 EXIT_MISTAKE = 2
 _AMPERE = (8, 0)
 # A version-compatible plan runs on later releases of its major version, and on these two.
 _NEXT_MAJOR = {8: 10, 10: 11}
+_MARKS = ("in_flight.py", "flow_control.py")
+_FORMAT = re.compile(r"^FORMAT = (\d+)$", re.MULTILINE)
 
 
 class ManifestProblem(NamedTuple):
@@ -113,6 +117,7 @@ def enforce(settings: Settings, machine: Machine | None) -> bool:
     if settings.lock_check == "off":
         return True
     problems = check_repository(settings.repository, machine, hashes=settings.lock_hashes)
+    problems += _cut_off(settings.repository)
     for problem in problems:
         print(escape_for_terminal(str(problem)), file=sys.stderr, flush=True)
     refused = any(problem.severity == "error" for problem in problems)
@@ -159,6 +164,17 @@ def _unlike_pair(
             f"`triptych build {name} {own.pair_with}`"
         )
         yield ManifestProblem(name, "error", line)
+
+
+def _cut_off(repository: Path) -> Iterator[ManifestProblem]:
+    """Yield pipelines of an earlier release whose requests in flight a stop would not await."""
+    for pipeline in find_pipelines(repository):
+        files = [repository / step / "1" / name for step in pipeline.steps for name in _MARKS]
+        texts = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
+        if any(int(version) != FORMAT for text in texts for version in _FORMAT.findall(text)):
+            line = "its steps are of an earlier release, and a stop would cut its requests off: "
+            line += f"run `triptych build {pipeline.name}`"
+            yield ManifestProblem(pipeline.name, "error", line)
 
 
 def _remedy(pipeline: ServedPipeline) -> str:
