@@ -24,16 +24,13 @@ _CONFIG_TIMEOUT_S = 10.0
 _DIRECT = [("grpc.enable_http_proxy", 0)]
 
 
-def reload_pipeline(
-    url: str, pipeline: str, headers: Mapping[str, str], config: str | None = None
-) -> None:
+def reload_pipeline(url: str, pipeline: str, headers: Mapping[str, str]) -> None:
     """Load a pipeline again; the server loads each changed step once, and the ensemble at the end.
 
     Args:
         url: Address of the gRPC service.
         pipeline: Name of the ensemble.
         headers: Headers that the server requires for loading models.
-        config: Config of the ensemble as JSON; None for that of the repository.
 
     Raises:
         UserError: A model does not load.
@@ -43,9 +40,7 @@ def reload_pipeline(
 
     with InferenceServerClient(url) as client:
         try:
-            client.load_model(
-                pipeline, headers=dict(headers), config=config, client_timeout=_TIMEOUT_S
-            )
+            client.load_model(pipeline, headers=dict(headers), client_timeout=_TIMEOUT_S)
         except InferenceServerException as error:
             raise UserError(
                 pipeline, "must load", given=error.message(), remedy="See the server's log"

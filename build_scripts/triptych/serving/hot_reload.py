@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,6 @@ from triptych.container.manifests import (
 from triptych.container.supervisor import EndlessLoad
 from triptych.repository.store import is_being_written
 from triptych.serving.readiness import read_load_state
-from triptych.serving.rewiring import find_awaited, is_rewired, other_steps
 from triptych.serving.server import Server
 
 Models = Mapping[str, Mapping[str, str]]
@@ -105,14 +104,16 @@ _LAST_ANSWERS_S = 5.0
 _POLL_S = 0.05
 
 
-def reload(server: Server, *pipelines: str) -> None:
-    """Load the changed models of pipelines while the previous ones serve; return when ready.
+def reload(server: Server, pipeline: str) -> None:
+    """Load the changed models of a pipeline while the previous ones serve; return when ready.
 
-    If a step is stuck while it loads, it is killed and the reload is repeated once.
+    Triton swaps each step when it is loaded, and the ensemble after all of them. Requests of that
+    time fail if the tensors between the steps have changed. If a step is stuck while it loads, it
+    is killed and the reload is repeated once.
 
     Args:
         server: Server with model control, started with `models` or `exchanges`.
-        pipelines: Names of the ensembles; more than one if they share a core.
+        pipeline: Name of the ensemble.
 
     Raises:
         UserError: A model does not load; the previous one keeps serving.
@@ -122,30 +123,19 @@ def reload(server: Server, *pipelines: str) -> None:
     remove_byte_code(server.repository)
     with server.log_file.open("rb") as log, _kill_stuck_steps(server) as ended:
         try:
-            _load_any(server, pipelines, log)
+            _load(server, pipeline, log)
         except UserError:
             if not ended:
                 raise
-            _load_any(server, pipelines, log)
+            _load(server, pipeline, log)
     remove_byte_code(server.repository)
 
 
-def _load_any(server: Server, pipelines: Sequence[str], log: BinaryIO) -> None:
-    """Load pipelines, by way of steps of other names if their wiring has changed."""
-    if not any(is_rewired(server, pipeline) for pipeline in pipelines):
-        for pipeline in pipelines:
-            _load(server, pipeline, log)
-        return
-    with other_steps(server, pipelines) as configs:
-        for pipeline, config in configs.items():
-            _load(server, pipeline, log, config)
-
-
-def _load(server: Server, pipeline: str, log: BinaryIO, config: str | None = None) -> None:
+def _load(server: Server, pipeline: str, log: BinaryIO) -> None:
     before = server.living_steps()
     log.seek(0, 2)
     try:
-        reload_pipeline(server.grpc_url, pipeline, server.operator_headers, config)
+        reload_pipeline(server.grpc_url, pipeline, server.operator_headers)
     finally:  # until the old steps have ended, `find_crash` would report them
         deadline = time.monotonic() + _LAST_ANSWERS_S
         while (replaced := _replaced(before, server.living_steps())) and (
@@ -217,7 +207,7 @@ class HotReload:
         self._on_problem = on_problem
         self._production = production
         self._builds = BuildPoller(server.repository, only)
-        self._awaiting: dict[str, list[str]] = {}
+        self._refused: dict[str, list[str]] = {}  # Builds that a build of their pair may mend
 
     def poll(self) -> bool:
         """Reload pipelines built since the last poll; report those that do not load.
@@ -231,60 +221,34 @@ class HotReload:
         if change is None:
             return False
         wrong = find_wrong_pipelines(self._server.repository)
-        built = {**self._awaiting, **change.built}
-        self._awaiting = {}
-        reloaded = [
-            self._put({name: built[name] for name in group}, wrong) for group in self._groups(built)
-        ]
+        builds = {**self._refused, **change.built}
+        self._refused = {name: changed for name, changed in builds.items() if name in wrong}
+        reloaded = [self._put(*built, wrong) for built in builds.items()]
         for pipeline in change.gone:
             self._on_problem(f"{pipeline} was removed from the repository, but is still served")
         return any(reloaded)
 
-    def _groups(self, built: Mapping[str, list[str]]) -> list[list[str]]:
-        """Return the rebuilt pipelines; those that share a core together."""
-        groups: list[tuple[set[str], list[str]]] = []
-        for pipeline in find_pipelines(self._server.repository):
-            if pipeline.name in built:
-                cores, names = {s for s in pipeline.steps if s.endswith("_core")}, [pipeline.name]
-                for group in [each for each in groups if each[0] & cores]:
-                    groups.remove(group)
-                    cores, names = cores | group[0], [*group[1], *names]
-                groups.append((cores, names))
-        return [names for _, names in groups]
-
-    def _put(self, group: Mapping[str, list[str]], wrong: Mapping[str, str]) -> bool:
-        """Reload pipelines; return whether their new builds are served."""
-        names = ", ".join(group)
+    def _put(self, pipeline: str, changed: list[str], wrong: Mapping[str, str]) -> bool:
+        """Reload a pipeline; return whether its new build is served."""
         if self._production:
             self._on_problem(
-                f"{names} was rebuilt: this server keeps serving the previous build until it is"
+                f"{pipeline} was rebuilt: this server keeps serving the previous build until it is"
                 " restarted"
             )
             return False
         try:
-            for pipeline in group:
-                if pipeline in wrong:
-                    self._awaiting.update(group)  # a build of its pair may mend it
-                    raise UserError(
-                        pipeline,
-                        "was changed after the build",
-                        given=wrong[pipeline],
-                        remedy=f"Run `triptych build {pipeline}`",
-                    )
-            if awaited := find_awaited(self._server, group):
-                self._awaiting.update(group)
+            if pipeline in wrong:
                 raise UserError(
-                    names,
-                    "has a core with other tensors, which other pipelines share",
-                    given=", ".join(awaited),
-                    remedy=f"Run `triptych build {' '.join(awaited)}`",
+                    pipeline,
+                    "was changed after the build",
+                    given=wrong[pipeline],
+                    remedy=f"Run `triptych build {pipeline}`",
                 )
-            reload(self._server, *group)
+            reload(self._server, pipeline)
         except UserError as error:
             self._on_problem(f"{error.message} The previous build keeps serving.")
             return False
-        for pipeline, changed in group.items():
-            self._on_exchange(f"{pipeline} was rebuilt and reloaded: {', '.join(changed)}")
+        self._on_exchange(f"{pipeline} was rebuilt and reloaded: {', '.join(changed)}")
         return True
 
 

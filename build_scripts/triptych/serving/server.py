@@ -267,7 +267,6 @@ class Server:
         self._own_log = log_file is not None
         self._was_ready = False
         self._tag = ""
-        self.second_repository = Path()
         self._steps: dict[int, str] = {}
         self._memory_kills = 0
 
@@ -332,9 +331,7 @@ class Server:
         self._ports = self._reserved.enter_context(reserving)
         tag = self._tag = new_process_tag()
         private = new_shell_safe_dir()
-        self.second_repository = private / "second"
         try:
-            self.second_repository.mkdir()
             # The stubs of the Python backend import from the server's working directory first.
             (private / "empty").mkdir()
             if not is_plain(self.repository):
@@ -532,7 +529,6 @@ class Server:
             command.append("--disable-auto-complete-config")
         if self._models or self._profile.exchanges:
             command.append("--model-control-mode=explicit")
-            command.append(f"--model-repository={self.second_repository}")
             command += [f"--load-model={name}" for name in self.served_models]
         if RATE_LIMIT not in self._profile_flags and uses_rate_limiter(self.repository):
             command.append(RATE_LIMIT)
