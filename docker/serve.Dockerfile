@@ -28,6 +28,7 @@ RUN test -f "${LD_PRELOAD}" \
 COPY build_scripts/triptych/__init__.py /opt/triptych/triptych/
 COPY build_scripts/triptych/base/__init__.py build_scripts/triptych/base/errors.py \
      build_scripts/triptych/base/releases.py build_scripts/triptych/base/release_changes.py \
+     build_scripts/triptych/base/release_changes.json \
      /opt/triptych/triptych/base/
 COPY build_scripts/triptych/container /opt/triptych/triptych/container
 COPY build_scripts/triptych/runtime/__init__.py build_scripts/triptych/runtime/error_messages.py \

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from triptych.base.errors import UserError
+from triptych.base.extras import download_wheels
 from triptych.base.releases import (
     BACKEND_PARAMETERS,
     CONFIG_FIELDS,
@@ -22,7 +23,6 @@ from triptych.base.releases import (
     tensorrt_major,
     without_newer_fields,
 )
-from triptych.base.wheels import download_wheels
 from triptych.repository.config import new_config, parse_config
 
 NEW = """

@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 import triptych
 from documentation.language import Documented, find_mistake
 from tests.support.project import write_pipeline
-from triptych.base.counted import counted
-from triptych.base.errors import UserError
+from triptych.base.errors import UserError, counted
 from triptych.deploy.options import DeployOptions
 from triptych.interface.cli import app, options
 from triptych.interface.cli.command import VERBS

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from triptych.base.cache import cached_stage, code_hash, versions_of
 from triptych.base.errors import Progress, UserError
+from triptych.base.extras import download_wheels
 from triptych.base.releases import Release, parse_release
-from triptych.base.wheels import download_wheels
 from triptych.spec.plan import Plan
 
 ENV_FILE = "python_env.tar.gz"

@@ -1,4 +1,4 @@
-"""A tritonserver process that cannot outlive this process and is stopped cleanly."""
+"""Tritonserver processes of this machine: one that is stopped cleanly with this process, others."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from triptych.container.shared_memory import SharedRegions
 from triptych.container.supervisor import server_limits
@@ -151,3 +154,26 @@ class ServerProcess:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+
+SERVER = "tritonserver"
+_GRPC_PORT = 8001
+
+
+@dataclass(frozen=True)
+class LocalServer:
+    """A running server."""
+
+    grpc_url: str  # Address ``host:port`` of gRPC
+    pid: int  # Id of its process
+
+
+def find_local_servers() -> Iterator[LocalServer]:
+    """Yield the servers of this machine that the user may see, by their command lines."""
+    for process in psutil.process_iter(["name", "cmdline"]):
+        words = process.info["cmdline"] or ()
+        if process.info["name"] == SERVER and len(words) > 1:
+            given = dict(word.lstrip("-").partition("=")[::2] for word in words[1:])
+            host = given.get("grpc-address") or "127.0.0.1"
+            host = "127.0.0.1" if host == "0.0.0.0" else host
+            yield LocalServer(f"{host}:{given.get('grpc-port') or _GRPC_PORT}", process.pid)

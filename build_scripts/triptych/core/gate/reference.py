@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.base.cache import cached_stage, code_hash, versions_of
-from triptych.base.counted import counted
-from triptych.base.errors import Progress, UserError
+from triptych.base.errors import Progress, UserError, counted
 from triptych.base.tensors import TokenRow
 from triptych.core.export.own_graph import open_own_model
 from triptych.core.inputs import PipelineInputs

@@ -19,8 +19,7 @@ from statistics import median
 from typing import Any, Protocol
 
 from triptych.base.cache import Stage, cached_stage, code_hash, key_of, versions_of
-from triptych.base.counted import counted
-from triptych.base.errors import Progress
+from triptych.base.errors import Progress, counted
 from triptych.base.files import scratch_folder
 from triptych.base.onnx_graph import (
     MODEL_FILE,

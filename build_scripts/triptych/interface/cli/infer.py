@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from triptych.base.counted import Count
-from triptych.base.errors import UserError
+from triptych.base.errors import Count, UserError
 from triptych.interface.cli.command import EXIT_INTERRUPTED, verb
 from triptych.interface.cli.options import (
     ConnectionOptions,

@@ -23,8 +23,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from triptych.base.counted import REPORT, Count
-from triptych.base.errors import UserError, escape_for_terminal
+from triptych.base.errors import REPORT, Count, UserError, escape_for_terminal
 from triptych.base.files import os_errors_as_user_errors
 from triptych.interface import api
 from triptych.interface.cli.command import app

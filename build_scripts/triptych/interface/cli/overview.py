@@ -30,7 +30,7 @@ def list_pipelines(
     """List the pipelines, their builds, and the servers that serve them."""
     from triptych.client.server_info import list_served
     from triptych.container.manifests import MANIFEST_FILE, check_readable
-    from triptych.serving.local_servers import find_local_servers
+    from triptych.serving.process import find_local_servers
 
     check_readable(folders.repository)
     asked = urls or [server.grpc_url for server in find_local_servers()]

@@ -14,8 +14,7 @@ import psutil
 from pydantic import JsonValue
 
 from triptych.base.cache import versions_of
-from triptych.base.counted import counted
-from triptych.base.errors import Progress, UserError
+from triptych.base.errors import Progress, UserError, counted
 from triptych.client.connection import check_single
 from triptych.container.processor import find_processor
 from triptych.core.inputs import PipelineInputs

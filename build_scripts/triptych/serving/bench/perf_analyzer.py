@@ -29,9 +29,8 @@ from typing import Any, Literal
 import numpy as np
 
 from triptych.base.errors import UserError
-from triptych.base.extras import BASE, install_command
+from triptych.base.extras import BASE, download_wheels, install_command
 from triptych.base.files import os_errors_as_user_errors, scratch_folder, write_files
-from triptych.base.wheels import download_wheels
 from triptych.serving.bench.perf_output import PERCENTILE, LoadResult, read_export
 from triptych.serving.bench.results import OfferedLoad
 from triptych.serving.embedded import find_wheel
