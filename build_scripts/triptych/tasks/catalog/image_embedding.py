@@ -24,6 +24,7 @@ TASK = replace(
     inputs=(IMAGE,),
     rows="rows_image.ImageRowMaker",
     core=_core,
+    form=lambda task, info, given: task,
     labeled=SIMILARITY_CORRELATION._replace(truth=SIMILARITY._replace(second="image_pair")),
     parameters=text_embedding.vector_parameters,
     settings=lambda info: {},
