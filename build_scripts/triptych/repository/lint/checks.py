@@ -81,7 +81,6 @@ CHECKS = (
     LintCheck("batch-input", Repository.executed, core.batch_input),
     LintCheck("batch-shapes", Repository.executed, config.batch_shapes),
     LintCheck("dynamic-batching", Repository.executed, config.dynamic_batching),
-    LintCheck("preferred-batch-size", Repository.configured, config.preferred_batch_size),
     LintCheck("priority-levels", Repository.configured, config.priority_levels),
     LintCheck("preserve-ordering", Repository.configured, config.preserve_ordering),
     LintCheck("queue-policy", Repository.executed, config.queue_policy),

@@ -1,13 +1,13 @@
 """Checks of a single config.
 
-The target release must know its fields. Batches must form, queue limits and policies must be valid,
-and warm-ups and CUDA graphs must be requests that the model accepts.
+The target release must know its fields. Batches must form, limits, policies and warm-ups must have
+an effect, and CUDA graphs must be of requests that the model accepts. Triton itself says what else
+is wrong when it loads the config.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 from triptych.base.releases import (
@@ -29,7 +29,6 @@ from triptych.repository.lint.snapshot import (
     error,
     fits,
     info,
-    is_file,
     names,
     request_parameters,
     warning,
@@ -58,22 +57,6 @@ def dynamic_batching(model: Model) -> Iterator[Flaw]:
             "should have max_batch_size above 0 for dynamic_batching to do anything",
             f"max_batch_size {config.max_batch_size}",
             "Set max_batch_size, or remove dynamic_batching",
-        )
-
-
-def preferred_batch_size(model: Model) -> Iterator[Flaw]:
-    """Check that preferred batch sizes are between 1 and max_batch_size."""
-    config = model.config
-    preferred = [
-        *config.dynamic_batching.preferred_batch_size,
-        *config.sequence_batching.oldest.preferred_batch_size,
-    ]
-    outside = [size for size in preferred if not 1 <= size <= config.max_batch_size]
-    if outside:
-        yield error(
-            f"must prefer batch sizes from 1 to max_batch_size ({config.max_batch_size})",
-            names(outside),
-            "Remove preferred_batch_size: without it the batcher fills up to the limit",
         )
 
 
@@ -108,48 +91,23 @@ def batch_shapes(model: Model) -> Iterator[Flaw]:
 
 
 def priority_levels(model: Model) -> Iterator[Flaw]:
-    """Check that priorities are between 1 and priority_levels."""
+    """Check that fields of priorities have an effect."""
     batching = model.config.dynamic_batching
-    levels, default = batching.priority_levels, batching.default_priority_level
-    outside = [key for key in batching.priority_queue_policy if not 1 <= key <= levels]
-    if levels and not 1 <= default <= levels:
-        yield error(
-            f"must have default_priority_level from 1 to priority_levels ({levels})",
-            str(default),
-            f"Write default_priority_level: {(levels + 1) // 2}",
-        )
-    if levels and outside:
-        yield error(
-            f"must have priority_queue_policy only for levels from 1 to {levels}",
-            names(outside),
-            "Correct the key, or raise priority_levels",
-        )
-    elif not levels and (outside or default):
+    others = batching.default_priority_level or len(batching.priority_queue_policy)
+    if not batching.priority_levels and others:
         yield warning(
             "should set priority_levels if it sets other fields of priorities",
-            f"default_priority_level {default}, policies for {names(outside)}",
+            f"default_priority_level {batching.default_priority_level}, policies for "
+            f"{names(batching.priority_queue_policy)}",
             "Add priority_levels, or remove the rest: without it the other fields have no effect",
         )
 
 
 def preserve_ordering(model: Model) -> Iterator[Flaw]:
-    """Check that preserve_ordering is possible and works in the target release."""
+    """Check that preserve_ordering works in the target release, and is of use."""
     (first, last), triton = PRESERVE_ORDERING_BROKEN, model.repository.triton
-    batching = model.config.dynamic_batching
-    if not batching.preserve_ordering:
+    if not model.config.dynamic_batching.preserve_ordering:
         return
-    delaying = any(
-        _delays(policy) and policy.default_timeout_microseconds for policy in model.queue_policies
-    )
-    clash = "timeout_action DELAY with a timeout" if delaying else ""
-    if batching.priority_levels > 1:
-        clash = f"priority_levels {batching.priority_levels}"
-    if clash:
-        yield error(
-            "must not combine preserve_ordering with a setting that reorders requests",
-            clash,
-            "Remove preserve_ordering, or the other setting",
-        )
     steps = (step.model_name for wiring in wirings(model.repository) for step in wiring.steps)
     if first <= triton <= last:
         yield warning(
@@ -304,9 +262,9 @@ def triton_version(model: Model) -> Iterator[Flaw]:
 
 
 def instance_group(model: Model) -> Iterator[Flaw]:
-    """Check counts, GPUs and profiles of the instance groups."""
+    """Check counts and profiles of the instance groups."""
     for index, group in enumerate(model.config.instance_group):
-        label, kind = f"instance_group {group.name or index}", enum_name(group, "kind")
+        label = f"instance_group {group.name or index}"
         if group.count < 1:
             yield warning(
                 "should have a count of at least 1",
@@ -314,27 +272,11 @@ def instance_group(model: Model) -> Iterator[Flaw]:
                 f"{model.instances_of(group)}",
                 "Write count: 1 or more",
             )
-        if group.gpus and kind in ("KIND_CPU", "KIND_MODEL"):
-            yield error(
-                "must list gpus only for KIND_GPU",
-                f"{label}: {kind} with gpus {names(group.gpus)}",
-                "Remove gpus, or write kind: KIND_GPU",
-            )
-        negative = [gpu for gpu in group.gpus if gpu < 0]
-        if negative:
-            given = f"{label}: gpus {names(negative)}"
-            yield error("must number gpus from 0", given, "Correct gpus")
         if group.profile:
             yield from _profile_flaws(model, group.profile, f"{label}: profile")
 
 
 def _profile_flaws(model: Model, profiles: Sequence[str], label: str) -> Iterator[Flaw]:
-    if model.backend != "tensorrt":
-        yield error(
-            "must name an optimization profile only for the tensorrt backend",
-            f"{label} {names(profiles)}, backend {model.backend}",
-            "Remove profile",
-        )
     wrong = [profile for profile in profiles if not profile.isdecimal()]
     if wrong:
         yield error(
@@ -361,15 +303,6 @@ def response_cache(model: Model) -> Iterator[Flaw]:
         return
     named = [models.get(step.model_name) for step in config.ensemble_scheduling.step]
     steps = [step for step in named if step is not None and step.config is not None]
-    obstacle = "sequence_batching" if config.HasField("sequence_batching") else ""
-    decoupled = [m for m in (model, *steps) if m.config.model_transaction_policy.decoupled]
-    obstacle = f"decoupled {names(m.name for m in decoupled)}" if decoupled else obstacle
-    if obstacle:
-        yield error(
-            "must not cache responses of a decoupled or sequence model",
-            f"response_cache with {obstacle}",
-            "Remove response_cache",
-        )
     if model.is_ours and not model.is_ensemble:
         yield error(
             "must not cache the responses of a single step of a pipeline: they are of one request",
@@ -426,63 +359,10 @@ def _hidden_parameters(model: Model, step: Model) -> Iterator[Flaw]:
         )
 
 
-_ELEMENT_BYTES = {
-    **dict.fromkeys(("TYPE_BOOL", "TYPE_UINT8", "TYPE_INT8"), 1),
-    **dict.fromkeys(("TYPE_UINT16", "TYPE_INT16", "TYPE_FP16", "TYPE_BF16"), 2),
-    **dict.fromkeys(("TYPE_UINT32", "TYPE_INT32", "TYPE_FP32"), 4),
-    **dict.fromkeys(("TYPE_UINT64", "TYPE_INT64", "TYPE_FP64"), 8),
-}
-
-
 def warmup(model: Model) -> Iterator[Flaw]:
-    """Check that every warm-up has data of the right dtype, dims and size for the inputs."""
+    """Check that every warm-up runs, with inputs and values that the model has."""
     for index, sample in enumerate(model.config.model_warmup):
-        label = f"model_warmup {sample.name or index}"
-        for rule, given in sample_faults(model, sample):
-            yield error(
-                rule, f"{label}: {given}", "Correct the warm-up, or the model does not load"
-            )
-        yield from _doubtful(model, sample, label)
-
-
-def sample_faults(model: Model, sample: ModelWarmup) -> Iterator[tuple[str, str]]:
-    """Yield a rule and the given value for each fault of a warm-up."""
-    limit = max(model.config.max_batch_size, 1)
-    if sample.batch_size > limit:
-        yield f"must warm up at most max_batch_size rows ({limit})", f"{sample.batch_size} rows"
-    missing = {n for n, tensor in model.inputs.items() if not tensor.optional} - set(sample.inputs)
-    if missing:
-        yield "must give every required input data", f"no data for {names(missing)}"
-    for name in sorted(set(sample.inputs) & set(model.inputs)):
-        tensor, data = model.inputs[name], sample.inputs[name]
-        place = f"input {name}"
-        wanted, got = enum_name(tensor, "data_type"), enum_name(data, "data_type")
-        if got != wanted:
-            yield f"must have the input's data_type ({wanted})", f"{place} {got}"
-        dims = f"dims that fit the input's, without the batch: {dims_text(tensor.dims)}"
-        if any(dim < 1 for dim in data.dims):
-            yield "must have concrete dims", f"{place} {dims_text(data.dims)}"
-        elif not fits(data.dims, tensor.dims):
-            yield f"must have {dims}", f"{place} {dims_text(data.dims)}"
-        source = data.WhichOneof("input_data_type")
-        if source is None:
-            yield "must have one of zero_data, random_data and input_data_file", f"{place} has none"
-        elif source == "input_data_file":
-            yield from _file_faults(model, data, place)
-
-
-def _file_faults(model: Model, data: Any, place: str) -> Iterator[tuple[str, str]]:
-    path = model.folder / "warmup" / data.input_data_file
-    relative = f"{model.name}/warmup/{data.input_data_file}"
-    if not is_file(path):
-        yield "must have its input_data_file in the model's folder warmup", f"no {relative}"
-        return
-    needed = prod(data.dims) * _ELEMENT_BYTES.get(enum_name(data, "data_type"), 0)
-    if path.stat().st_size < needed:
-        yield (
-            "must have as many bytes in its input_data_file as dims require",
-            f"{place}: {relative} has {path.stat().st_size} bytes, {needed} needed",
-        )
+        yield from _doubtful(model, sample, f"model_warmup {sample.name or index}")
 
 
 def _doubtful(model: Model, sample: ModelWarmup, label: str) -> Iterator[Flaw]:

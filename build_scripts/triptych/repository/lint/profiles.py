@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from triptych.base.releases import CONTEXT_MEMORY, first_release
-from triptych.repository.lint.config import sample_faults, spec_faults
+from triptych.repository.lint.config import spec_faults
 from triptych.repository.lint.engine import EngineCore, Shapes, between, engine_cores
 from triptych.repository.lint.snapshot import Flaw, Model, dims_text, error, names, warning
 from triptych.spec.engine_plan import MAX_GRAPHS, ShapeRange
@@ -118,7 +118,7 @@ def _batches(core: EngineCore) -> Iterator[tuple[str, Shapes]]:
             yield what, core.joined(count, core.row(longest))
     for index, sample in enumerate(core.config.model_warmup):
         dims = {name: tuple(data.dims) for name, data in sample.inputs.items()}
-        if sample.batch_size and not any(sample_faults(core.model, sample)):
+        if sample.batch_size:
             label = f"model_warmup {sample.name or index}"
             yield label, core.joined(sample.batch_size, dims)
     for index, spec in enumerate(core.config.optimization.cuda.graph_spec):

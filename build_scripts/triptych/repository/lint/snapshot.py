@@ -10,6 +10,7 @@ import ast
 import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -168,19 +169,14 @@ class Source:
     Attributes:
         file: Path relative to the repository, like `folder`.
         tree: Parsed module; empty if the file does not parse. Files of equal content share it.
-        problem: Reason why it does not parse, with the line; empty otherwise.
     """
 
     def __init__(self, path: Path, root: Path) -> None:
         self.path, self.file = path, path.relative_to(root).as_posix()
         self.folder = self.file.rpartition("/")[0]
-        self.tree, self.problem = ast.Module(body=[], type_ignores=[]), ""
-        try:
+        self.tree = ast.Module(body=[], type_ignores=[])
+        with suppress(OSError, SyntaxError, ValueError, RecursionError, MemoryError):
             self.tree = _parsed(path.read_bytes())
-        except SyntaxError as broken:
-            self.problem = f"line {broken.lineno}: {broken.msg}"
-        except (OSError, ValueError, RecursionError, MemoryError) as broken:
-            self.problem = f"{type(broken).__name__}: {broken}"
 
 
 @_remembered
@@ -199,8 +195,8 @@ def read_sources(folders: Iterable[Path], root: Path) -> list[Source]:
 
 
 @_remembered
-def imports_of(tree: ast.Module, level: int) -> frozenset[str]:
-    """Return the top-level modules a file needs: absolute at level 0, siblings at level 1.
+def imports_of(tree: ast.Module) -> frozenset[str]:
+    """Return the top-level modules that a file needs, without its siblings.
 
     Imports that may fail (under ``try``/``except ImportError``), or that only a type checker runs,
     are omitted.
@@ -209,9 +205,9 @@ def imports_of(tree: ast.Module, level: int) -> frozenset[str]:
     pending: list[ast.AST] = [tree]
     while pending:
         node = pending.pop()
-        if isinstance(node, ast.ImportFrom) and node.level == level:
-            found.update([node.module] if node.module else (alias.name for alias in node.names))
-        elif isinstance(node, ast.Import) and level == 0:
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module)
+        elif isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         pending += [child for child in _needed_children(node) if isinstance(child, _HOLDS_IMPORTS)]
     return frozenset(name.partition(".")[0] for name in found)
@@ -268,20 +264,6 @@ def calls(tree: ast.Module, method: str) -> bool:
         and not node.args
         for node in ast.walk(tree)
     )
-
-
-def defined_names(tree: ast.Module) -> dict[str, ast.stmt]:
-    """Return the top-level names that a module defines, imports or assigns; ``*`` for a star."""
-    found: dict[str, ast.stmt] = {}
-    for node in tree.body:
-        match node:
-            case ast.ClassDef(name) | ast.FunctionDef(name):
-                found[name] = node
-            case ast.Import(aliases) | ast.ImportFrom(_, aliases):
-                found.update((alias.asname or alias.name, node) for alias in aliases)
-            case ast.Assign(targets):
-                found.update((t.id, node) for t in targets if isinstance(t, ast.Name))
-    return found
 
 
 # Only Python steps that Triptych writes have this file.
