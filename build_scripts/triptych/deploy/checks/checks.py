@@ -21,26 +21,22 @@ def _kinds(*kinds: str) -> Callable[[Folder], list[ManifestObject]]:
 
 
 # A new check is a generator of flaws and a line here. Checks of causes stand before those of
-# consequences.
+# consequences. What kube-linter finds in manifests of any server is not checked again.
 CHECKS = (
     LintCheck("manifest-readable", attrgetter("unread"), objects.manifest_readable),
     LintCheck("serves-triton", Folder.itself, objects.serves_triton),
-    LintCheck("image-tag", _servers, pods.image_tag),
     LintCheck("startup-probe", _servers, pods.startup_probe),
     LintCheck("readiness-probe", _servers, pods.readiness_probe),
     LintCheck("liveness-probe", _servers, pods.liveness_probe),
     LintCheck("probe-timeout", _servers, pods.probe_timeout),
     LintCheck("shared-memory", _servers, pods.shared_memory),
     LintCheck("shared-memory-measured", _servers, pods.shared_memory_measured),
-    LintCheck("memory-limit", _servers, pods.memory_limit),
     LintCheck("memory-measured", _servers, pods.memory_measured),
     LintCheck("cores-planned", _servers, pods.cores_planned),
     LintCheck("engine-gpu", _servers, pods.engine_gpu),
     LintCheck("pre-stop", _servers, pods.pre_stop),
     LintCheck("grace", _servers, pods.grace),
-    LintCheck("restricted", _servers, pods.restricted),
     LintCheck("model-control", _servers, pods.model_control),
-    LintCheck("recreated", _servers, fleet.recreated),
     LintCheck("disruption-budget", _servers, fleet.disruption_budget),
     LintCheck("replicas-autoscaled", _autoscalers, fleet.replicas_autoscaled),
     LintCheck("one-autoscaler", _autoscalers, fleet.one_autoscaler),
@@ -53,7 +49,6 @@ CHECKS = (
     LintCheck("histogram-release", fleet.queries, fleet.histogram_release),
     LintCheck("balanced", _kinds("Service"), fleet.balanced),
     LintCheck("closed", _kinds("Service"), fleet.closed),
-    LintCheck("host-port", _servers, fleet.host_port),
     LintCheck("canary-percent", _kinds("InferenceService"), fleet.canary_percent),
     LintCheck("grpc-port", _servers, fleet.grpc_port),
 )

@@ -122,18 +122,6 @@ def closed(service: ManifestObject) -> Iterator[Flaw]:
         )
 
 
-def host_port(server: ServerPods) -> Iterator[Flaw]:
-    ports = [mapping(port) for port in sequence(server.container.get("ports"))]
-    opened = [f"hostPort: {port['hostPort']}" for port in ports if "hostPort" in port]
-    opened += ["hostNetwork: true"] if server.pod.get("hostNetwork") else []
-    if opened:
-        yield error(
-            "Triton does not authenticate clients, so it must not be reachable from outside",
-            ", ".join(opened),
-            "Leave it out: the proxy reaches the pod in the network of the cluster",
-        )
-
-
 def _proxies(folder: Folder) -> Iterator[dict[str, object]]:
     """Yield the labels of the pods that run Envoy."""
     for one in folder.of("Deployment", "DaemonSet"):
@@ -156,16 +144,6 @@ def disruption_budget(server: ServerPods) -> Iterator[Flaw]:
             "Draining nodes must not end all replicas at once",
             "no PodDisruptionBudget selects these pods",
             "Add one with maxUnavailable: 1",
-        )
-
-
-def recreated(server: ServerPods) -> Iterator[Flaw]:
-    strategy = mapping(server.owner.spec.get("strategy"))
-    if strategy.get("type") == "Recreate":
-        yield error(
-            "A new build must be ready before the old one ends",
-            "strategy: Recreate",
-            "Leave it out, with rollingUpdate: {maxSurge: 1, maxUnavailable: 0}",
         )
 
 

@@ -47,8 +47,6 @@ def make_pod(service: dict[str, Any]) -> dict[str, Any]:
         timeout = _seconds(test.get("timeout", "30s"))
         probe = {"exec": {"command": words[1:]}, "timeoutSeconds": timeout}
     shm = service.get("shm_size")
-    user = str(service.get("user", "")).partition(":")[0]
-    options = _words(service.get("security_opt"))
     container = {
         "image": service.get("image", ""),
         "command": _words(service.get("entrypoint")),
@@ -56,11 +54,6 @@ def make_pod(service: dict[str, Any]) -> dict[str, Any]:
         "env": [{"name": key, "value": value} for key, value in _pairs(service.get("environment"))],
         **({"readinessProbe": probe} if probe else {}),
         "resources": {"limits": _limits(service)},
-        "securityContext": {
-            **({"runAsUser": user} if user else {}),
-            "allowPrivilegeEscalation": not any("no-new-privileges" in one for one in options),
-            "capabilities": {"drop": _words(service.get("cap_drop"))},
-        },
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
     }
     volume = {"medium": "Memory", "sizeLimit": _bytes(shm)} if shm else {}

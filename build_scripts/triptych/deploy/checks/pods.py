@@ -1,4 +1,4 @@
-"""Checks of the pods that run Triton: images, probes, shared memory, shutdown, permissions.
+"""Checks of the pods that run Triton: probes, shared memory, memory, shutdown.
 
 Some checks compare with the build and the measurements of the pipeline.
 """
@@ -36,17 +36,6 @@ _HEALTH = "triptych.container.health"
 _ANSWER_S = 4
 _SIZES = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "k": 10**3, "M": 10**6, "G": 10**9}
 _KSERVE = ("InferenceService", "ServingRuntime", "ClusterServingRuntime")
-
-
-def image_tag(server: ServerPods) -> Iterator[Flaw]:
-    image = str(server.container.get("image", ""))
-    name = image.rpartition("/")[2]
-    if image and "@" not in name and (":" not in name or name.endswith(":latest")):
-        yield error(
-            "The image must have a tag that does not move: all replicas must have one release",
-            image,
-            "Name the release (26.11-py3) or a digest",
-        )
 
 
 def startup_probe(server: ServerPods) -> Iterator[Flaw]:
@@ -167,35 +156,6 @@ def grace(server: ServerPods) -> Iterator[Flaw]:
             f"{given:g} s; preStop {sleep_s:g} s, requests in flight {exit_s:g} s and {EXIT_S:g} s "
             "for the server to end",
             f"Set {needed:g} or more",
-        )
-
-
-def restricted(server: ServerPods) -> Iterator[Flaw]:
-    own = mapping(server.container.get("securityContext"))
-    both = {**mapping(server.pod.get("securityContext")), **own}
-    missing = []
-    if both.get("runAsNonRoot") is not True and not _number(both.get("runAsUser"), 0):
-        missing.append("runAsNonRoot: true")
-    if own.get("allowPrivilegeEscalation") is not False:
-        missing.append("allowPrivilegeEscalation: false")
-    if "ALL" not in sequence(mapping(own.get("capabilities")).get("drop")):
-        missing.append("capabilities: {drop: [ALL]}")
-    if missing:
-        yield warning(
-            "A server that accepts requests should have no privileges",
-            f"not in securityContext: {', '.join(missing)}",
-            "Set them; Triton's images have a user 1000",
-        )
-
-
-def memory_limit(server: ServerPods) -> Iterator[Flaw]:
-    resources = mapping(server.container.get("resources"))
-    if "memory" not in mapping(resources.get("limits")):
-        yield warning(
-            "Memory must be limited: the server keeps the memory of large requests, and could "
-            "exhaust the node's",
-            "no limit of memory",
-            "Set request and limit to the memory that bench measured and shared memory",
         )
 
 
