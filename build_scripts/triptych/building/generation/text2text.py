@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import warnings
 from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
@@ -291,6 +291,12 @@ class Text2TextInputs(GeneratingInputs):
         search: Search settings as `GREEDY`, of the spec, else of the model.
     """
 
+    context_tokens = 0
+    model_patterns = ("*",)
+    batching = "static batches of like length"
+    engine_packages = ("ctranslate2",)
+    runs_in_own_environment = False
+
     spec: Text2TextSpec
     original: Path
     answers: SearchInfo
@@ -326,10 +332,6 @@ class Text2TextInputs(GeneratingInputs):
             "vocabulary": self.model.info.vocabulary,
         }
 
-    @property
-    def context_tokens(self) -> int:
-        return 0
-
     def room(self, prompt: Prompt) -> int:
         return self.spec.core.max_new_tokens
 
@@ -340,18 +342,6 @@ class Text2TextInputs(GeneratingInputs):
             **(LIMITS_OF_OTHER_SEARCH if beams and bound else {}),
             **(LIMITS_WITHOUT_LOGPROBS if unlike else {}),
         }
-
-    @property
-    def model_patterns(self) -> Sequence[str]:
-        return ("*",)
-
-    @property
-    def batching(self) -> str:
-        return "static batches of like length"
-
-    @property
-    def engine_packages(self) -> Sequence[str]:
-        return ("ctranslate2",)
 
     @property
     def search_key(self) -> object:
