@@ -30,7 +30,6 @@ from triptych.operate.monitor.findings import (
 )
 from triptych.operate.monitor.metrics import metrics_text
 from triptych.operate.monitor.results import (
-    RUN_FOLDER,
     TIMELINE_FILE,
     LargeErrorRow,
     MonitorRun,
@@ -206,15 +205,6 @@ def test_timeline_is_read_back_and_a_new_build_starts_without_evidence(tmp_path:
     assert found.evidence_about("b1") == look().evidence
     assert found.evidence_about("b2") == {}
     assert read_timeline(tmp_path / "nothing") == Timeline()
-    old = json.loads(timeline.as_text())  # as releases before "monitor" wrote it
-    old["schema"], old["looks"] = 1, old.pop("runs")
-    for past in old["looks"]:
-        past["figures"] = past.pop("metrics")
-    for evidence in old["evidence"].values():
-        evidence["log_capitals"] = evidence.pop("log_wealth")
-    (tmp_path / "watch").mkdir()
-    (tmp_path / "watch" / TIMELINE_FILE).write_text(json.dumps(old))
-    assert read_timeline(tmp_path / RUN_FOLDER) == timeline
     (tmp_path / TIMELINE_FILE).write_text("{}{")
     with pytest.raises(UserError, match="is not a timeline"):
         read_timeline(tmp_path)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from pydantic import ConfigDict, TypeAdapter, with_config
 
 from triptych.base.errors import UserError
 from triptych.operate.monitor.findings import CategoryDistribution, LengthChange
@@ -197,9 +197,6 @@ TIMELINE_FILE = "timeline.json"
 MAX_RUNS = 2000
 SCHEMA = 2
 
-_OLD_FOLDER = "watch"
-_OLD_SCHEMA = 1
-
 
 @with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True)
@@ -262,26 +259,17 @@ class Timeline:
 
 
 def read_timeline(folder: Path) -> Timeline:
-    """Return the timeline in a folder, or in the folder of an earlier release; empty without one.
+    """Return the timeline in a folder; empty without one.
 
     Raises:
         UserError: The file is damaged or was written by another release.
     """
     path = folder / TIMELINE_FILE
     if not path.is_file():
-        path = folder.parent / _OLD_FOLDER / TIMELINE_FILE
-    if not path.is_file():
         return Timeline()
     try:
-        data = json.loads(path.read_bytes())
-        if data["schema"] == _OLD_SCHEMA:
-            data["schema"], data["runs"] = SCHEMA, data.pop("looks")
-            for past in data["runs"]:
-                past["metrics"] = past.pop("figures")
-            for evidence in data["evidence"].values():
-                evidence["log_wealth"] = evidence.pop("log_capitals")
-        timeline = TypeAdapter(Timeline).validate_json(json.dumps(data))
-    except (OSError, ValueError, LookupError, TypeError, ValidationError) as error:
+        timeline = TypeAdapter(Timeline).validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise UserError(
             str(path),
             "is not a timeline of this release of triptych",
