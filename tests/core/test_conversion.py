@@ -11,7 +11,7 @@ import pytest
 
 from tests.support import precision_cases as cases
 from tests.support.own_models import SIZE, save_convolution, write_table
-from tests.support.precision_cases import CLOSE, HALVES, node
+from tests.support.precision_cases import CLOSE, HALVES, convert_int8, node
 from tests.support.project import LAYOUTS
 from triptych.base.errors import UserError
 from triptych.base.onnx_graph import open_session, read_model, write_model
@@ -28,7 +28,7 @@ from triptych.core.precision.calibrate import (
 from triptych.core.precision.convolutions import ConvolutionQuantizer, is_convolutional
 from triptych.core.precision.float16 import convert
 from triptych.core.precision.linear import Recipe, find_groups
-from triptych.core.precision.quantize import Quantizer, convert_int8
+from triptych.core.precision.quantize import Quantizer
 from triptych.repository.records import Conversion, plain_record, read_record
 from triptych.spec.backends import Precision
 

@@ -25,7 +25,7 @@ CONVERT: dict[Precision, Callable[..., Conversion]] = {
     "fp16": float16.convert,
     "bf16": float16.convert,
     "fp8": quantize.convert_fp8,
-    "int8": quantize.convert_int8,
+    "int8": cases.convert_int8,
 }
 LACKS = {("bf16", 8): "type BF16 does not exist", ("fp8", 8): "type FP8 does not exist"}
 """The reason for which a TensorRT refuses every core of a precision."""

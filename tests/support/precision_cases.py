@@ -10,15 +10,26 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from triptych.base.onnx_graph import open_session
+from triptych.base.onnx_graph import open_session, read_model, write_model
 from triptych.core.precision import float16, quantize
+from triptych.core.precision.linear import Recipe
 from triptych.core.requests import core_feed
 from triptych.repository.records import Conversion
 from triptych.spec.backends import Precision
 
+
+def convert_int8(
+    source: Path, target: Path, recipe: Recipe, feeds: Sequence[Mapping[str, NDArray[Any]]]
+) -> Conversion:
+    """Write ``target/model.onnx`` in int8, except `Recipe.kept`."""
+    graph, conversion = quantize.Quantizer(read_model(source), recipe, feeds).converted(recipe.kept)
+    write_model(graph, target)
+    return conversion
+
+
 CONVERT: dict[Precision, Callable[..., Conversion]] = {
-    "int8": quantize.convert_int8,
-    "int8_dynamic": quantize.convert_int8,
+    "int8": convert_int8,
+    "int8_dynamic": convert_int8,
     "fp8": quantize.convert_fp8,
     "fp16": float16.convert,
     "bf16": float16.convert,

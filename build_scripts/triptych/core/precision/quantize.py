@@ -64,20 +64,6 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
 
-def convert_int8(source: Path, target: Path, recipe: Recipe, feeds: Sequence[Feed]) -> Conversion:
-    """Write ``target/model.onnx`` in int8, except `Recipe.kept`.
-
-    It has the inputs and outputs of `source`. `feeds` contain one calibration row each, without
-    padding.
-
-    Raises:
-        UserError: See `check_quantizable`.
-    """
-    graph, conversion = Quantizer(read_model(source), recipe, feeds).converted(recipe.kept)
-    write_model(graph, target)
-    return conversion
-
-
 class Quantizer:
     """Calibrated graph that can be written with any selection of excluded layers.
 

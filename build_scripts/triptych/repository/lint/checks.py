@@ -76,7 +76,6 @@ CHECKS = (
     LintCheck("openvino-parameters", openvino.openvino_models, openvino.openvino_parameters),
     LintCheck("openvino-tensors", openvino.openvino_models, openvino.openvino_tensors),
     LintCheck("openvino-batches", openvino.openvino_models, openvino.openvino_batches),
-    LintCheck("openvino-kind", openvino.openvino_models, openvino.openvino_kind),
     LintCheck("openvino-precision", openvino.openvino_models, openvino.openvino_precision),
     LintCheck("batch-input", Repository.executed, core.batch_input),
     LintCheck("batch-shapes", Repository.executed, config.batch_shapes),

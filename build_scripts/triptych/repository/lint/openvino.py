@@ -11,25 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from triptych.repository.lint.files import in_manifest
-from triptych.repository.lint.snapshot import (
-    Flaw,
-    Model,
-    Repository,
-    enum_name,
-    error,
-    names,
-    warning,
-)
-from triptych.spec.openvino_parameters import KNOWN, properties_of
+from triptych.repository.lint.snapshot import Flaw, Model, Repository, error, names, warning
+from triptych.spec.openvino_parameters import KNOWN
 
-_TYPES = tuple(
-    f"TYPE_{name}"
-    for name in (
-        *("BOOL", "UINT8", "UINT16", "UINT32", "UINT64"),
-        *("INT8", "INT16", "INT32", "INT64", "FP16", "FP32"),
-    )
-)
-"""Types that the backend passes to OpenVINO."""
 _ALONE = "Set max_batch_size: 0 and write the batch as the first of dims: -1"
 
 
@@ -39,17 +23,8 @@ def openvino_models(repository: Repository) -> Iterator[Model]:
 
 
 def openvino_parameters(model: Model) -> Iterator[Flaw]:
-    """Check the parameters: wrong values stop the load, and unknown names have no effect."""
-    parameters = {key: value.string_value for key, value in model.config.parameters.items()}
-    try:
-        properties_of(parameters)
-    except ValueError as refusal:
-        yield error(
-            "must have values that the OpenVINO backend accepts, or it does not load the model",
-            str(refusal),
-            "Correct the parameter, or remove it for the backend's default",
-        )
-    unknown = sorted(set(parameters) - set(KNOWN))
+    """Check the names of the parameters: unknown ones have no effect."""
+    unknown = sorted(set(model.config.parameters) - set(KNOWN))
     if unknown:
         yield warning(
             "should have only parameters that the OpenVINO backend reads: it ignores others",
@@ -59,16 +34,8 @@ def openvino_parameters(model: Model) -> Iterator[Flaw]:
 
 
 def openvino_tensors(model: Model) -> Iterator[Flaw]:
-    """Check that the backend supports the types and kinds of the inputs and outputs."""
+    """Check that the backend has each input of a request, by itself."""
     config = model.config
-    for kind, tensors in (("input", config.input), ("output", config.output)):
-        wrong = [t.name for t in tensors if enum_name(t, "data_type") not in _TYPES]
-        if wrong:
-            yield error(
-                f"must have {kind}s of a type that the OpenVINO backend supports",
-                names(wrong),
-                f"Use one of {names(_TYPES)}, or another backend",
-            )
     joined = sorted(model.ragged | model.added)
     if joined:
         yield error(
@@ -114,18 +81,6 @@ def openvino_batches(model: Model) -> Iterator[Flaw]:
             f"max_batch_size {rows}, ENABLE_BATCH_PADDING",
             _ALONE,
         )
-
-
-def openvino_kind(model: Model) -> Iterator[Flaw]:
-    """Check that the instances are of KIND_CPU; the device is a parameter."""
-    for index, group in enumerate(model.config.instance_group):
-        kind = enum_name(group, "kind")
-        if kind not in ("KIND_CPU", "KIND_AUTO"):
-            yield error(
-                "must have instances of KIND_CPU: the OpenVINO backend supports no other kind",
-                f"instance_group {group.name or index}: {kind}",
-                "Write kind: KIND_CPU; the parameter TARGET_DEVICE chooses the device",
-            )
 
 
 def openvino_precision(model: Model) -> Iterator[Flaw]:
