@@ -27,7 +27,7 @@ from tests.support.served_command import gateway
 from tests.support.served_models import ROBERTA, UNIGRAM, VECTORS, Served, each_of, save
 from triptych.base.errors import UserError
 from triptych.client import AsyncClient, Client, HybridEmbedding, InvalidRequestError, tasks
-from triptych.client.plain import plain_outputs
+from triptych.client.plain import plain_outputs, without_padding
 from triptych.core.inputs import read_inputs
 from triptych.models.source import read_model_info
 from triptych.models.token_layers import VECTORS_LAYER, WEIGHTS_LAYER, load_layer
@@ -208,6 +208,12 @@ def test_a_client_gets_what_it_asks_for(server: Server) -> None:
                 client.embed_hybrid(TEXTS, outputs=outputs)
         with pytest.raises(InvalidRequestError, match="max_active_dims"):
             client.embed_hybrid(TEXTS, max_active_dims=0)
+        whole, alone = client.infer({"text": TEXTS}), client.infer({"text": TEXTS[:1]})
+        first = without_padding({name: array[:1] for name, array in whole.items()})
+        assert first["token_embedding"].shape[1] < whole["token_embedding"].shape[1]
+        assert {name: array.shape for name, array in first.items()} == {
+            name: array.shape for name, array in without_padding(alone).items()
+        }
         rows = plain_outputs(client.interface(), client.infer({"text": TEXTS}))
         for row, own in enumerate(every):
             assert own.sparse is not None

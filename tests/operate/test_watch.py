@@ -195,10 +195,10 @@ def test_timeline_is_read_back_and_a_new_build_starts_without_evidence(tmp_path:
     quiet = found.after(look(), ["f2"])  # nothing new: what the last rows told still holds
     assert (quiet.files, quiet.last) == (("f2",), ("f2",))
     assert quiet.after(look(), []).last == ()
-    row = LargeErrorRow("f1:3", 12, 0.5, 0.25, "secret", "yes", "no")
+    row = LargeErrorRow("f1:3", 12, math.inf, 0.25, "secret", "yes", "no")
     kept = found.after(replace(look(), rows=1, worst=(row,)), [])
     empty = kept.after(replace(look(), rows=0, worst=()), [])
-    assert empty.worst == (LargeErrorRow("f1:3", 12, 0.5, 0.25),)  # no texts are kept
+    assert empty.worst == (LargeErrorRow("f1:3", 12, math.inf, 0.25),)  # no texts are kept
     (tmp_path / TIMELINE_FILE).write_text(empty.as_text(), encoding="utf-8")
     assert read_timeline(tmp_path) == empty
     assert kept.after(replace(look(), rows=0, worst=(), build="b2"), []).worst == ()

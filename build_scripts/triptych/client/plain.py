@@ -34,6 +34,14 @@ def plain_outputs(
     return plain
 
 
+def without_padding(outputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Return the outputs of one row without the zeros of a longer row of its response."""
+    found = dict(outputs)
+    for names, (count,) in _counts(outputs):
+        found |= {name: outputs[name][:, :count] for name in names}
+    return found
+
+
 def _counts(outputs: Mapping[str, NDArray[Any]]) -> list[tuple[Sequence[str], list[int]]]:
     """Return names of outputs with rows of many sizes, and the size of each of their rows."""
     found: list[tuple[Sequence[str], list[int]]] = []

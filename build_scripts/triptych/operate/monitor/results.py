@@ -6,6 +6,7 @@ The state holds no text of a request and no answer.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -268,8 +269,11 @@ def read_timeline(folder: Path) -> Timeline:
     if not path.is_file():
         return Timeline()
     try:
-        timeline = TypeAdapter(Timeline).validate_json(path.read_bytes())
-    except (OSError, ValueError) as error:
+        data = json.loads(path.read_bytes())
+        for row in data.get("worst", ()):  # JSON has no infinite error
+            row.update({name: math.inf for name, value in row.items() if value is None})
+        timeline = TypeAdapter(Timeline).validate_json(json.dumps(data))
+    except (OSError, ValueError, AttributeError) as error:
         raise UserError(
             str(path),
             "is not a timeline of this release of triptych",

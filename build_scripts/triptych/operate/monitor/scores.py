@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.base.confidence import CONFIDENCE
+from triptych.client.plain import without_padding
 from triptych.core.gate.live import AnswerRules, differences, is_finite, same, shape_fault
 from triptych.core.gate.verify import ANSWER_AGREEMENT, MIN_ANSWER_AGREEMENT
 from triptych.repository.records import GateResult
@@ -122,7 +123,7 @@ def score_rows(
     """Return the score of each row; a row without the expected outputs has full loss."""
     scale = _compute_scales(expected)
     return [
-        _score(rules, tests, each, right, scale)
+        _score(rules, tests, without_padding(each), without_padding(right), scale)
         for each, right in zip(actual, expected, strict=True)
     ]
 
