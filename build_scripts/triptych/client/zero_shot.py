@@ -6,11 +6,10 @@ The vectors of the labels come from the pair of the client's pipeline, once for 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from tritonclient.grpc import service_pb2
 
 from triptych.client.answers import Choice, Vectors
@@ -18,14 +17,12 @@ from triptych.client.errors import InvalidRequestError, RowError
 from triptych.client.flows import Flow, PipelineClient
 from triptych.client.images import Images
 from triptych.client.retry import Deadline
-from triptych.client.tasks import embed, embed_images
+from triptych.client.tasks import TaskCall, embed, embed_images
 from triptych.client.wire import read_config
 
 MAX_LABELS = 10_000
 """Maximum number of labels of a call, and of texts whose vectors a client keeps."""
-
-Space = Mapping[str, Any]
-"""Pair of a pipeline, and the id, size, scale and bias of their vector space."""
+_TEMPLATE = "This is a photo of {}."
 
 
 def classify_images_zero_shot(
@@ -33,7 +30,7 @@ def classify_images_zero_shot(
     images: Images,
     candidate_labels: Sequence[str],
     *,
-    hypothesis_template: str = "This is a photo of {}.",
+    hypothesis_template: str = _TEMPLATE,
     timeout_s: float | None = None,
 ) -> Flow[list[list[Choice]]]:
     """Return scores of `candidate_labels` for each image, without training on them.
@@ -49,11 +46,11 @@ def classify_images_zero_shot(
     Raises:
         InferenceError: See its subclasses; `row` of an `InvalidRequestError` is the faulty row.
     """
-    classify = _Labels(self, candidate_labels, hypothesis_template, timeout_s)
-    yield from classify.read()
-    call = embed_images(images, **classify.options)
+    call, choose = yield from _prepare(
+        self, images, candidate_labels, hypothesis_template, timeout_s
+    )
     work = yield from self._perform_task(call, keep_going=False)
-    return [classify.choices(vector) for vector in call.whole(work.outputs())]
+    return [choose(vector) for vector in call.whole(work.outputs())]
 
 
 def classify_images_zero_shot_each(
@@ -61,7 +58,7 @@ def classify_images_zero_shot_each(
     images: Images,
     candidate_labels: Sequence[str],
     *,
-    hypothesis_template: str = "This is a photo of {}.",
+    hypothesis_template: str = _TEMPLATE,
     timeout_s: float | None = None,
 ) -> Flow[list[list[Choice] | RowError]]:
     """Return for each image its labels, or the error why it was rejected.
@@ -69,84 +66,39 @@ def classify_images_zero_shot_each(
     Arguments and errors are those of `classify_images_zero_shot`, but a rejected image does not
     raise.
     """
-    if not len(images):
+    call, choose = yield from _prepare(
+        self, images, candidate_labels, hypothesis_template, timeout_s
+    )
+    if call.is_placeholder:
         return []
-    classify = _Labels(self, candidate_labels, hypothesis_template, timeout_s)
-    yield from classify.read()
-    call = embed_images(images, **classify.options)
     rows = call.each((yield from self._perform_task(call, keep_going=True)).each())
-    return [row if isinstance(row, RowError) else classify.choices(row) for row in rows]
+    return [row if isinstance(row, RowError) else choose(row) for row in rows]
 
 
-class _Labels:
-    """Labels of a call and, after `read`, their vectors."""
+def _prepare(
+    client: PipelineClient, images: Images, labels: object, template: str, timeout_s: float | None
+) -> Flow[tuple[TaskCall[Vectors, Vectors], Callable[[Vectors], list[Choice]]]]:
+    """Return the call for the vectors of images, and the function from a vector to its labels."""
+    found, deadline = _check_labels(labels, template), client._deadline(timeout_s)
+    # Asked anew for each call, because a rebuilt model has another space.
+    space = yield from _read_space(client, deadline)
+    texts = [template.replace("{}", label) for label in found]
+    vectors = yield from _embed_texts(client, space, texts, deadline)
 
-    def __init__(
-        self, client: PipelineClient, labels: Sequence[str], template: str, timeout_s: float | None
-    ) -> None:
-        self._client = client
-        self._labels = _check_labels(labels)
-        slot, rest = "{}" in template, template.replace("{}", "")
-        if not slot or "{" in rest or "}" in rest:
-            raise InvalidRequestError(
-                "`hypothesis_template` must have {} in place of the label, and no other braces. "
-                f"Given: {template!r:.80}. Write for example 'This is a photo of {{}}.'."
-            )
-        self._texts = [template.replace("{}", label) for label in self._labels]
-        self._deadline = client._deadline(timeout_s)
-        self._space: Space = {}
-        self._vectors: NDArray[np.float32] = np.empty((0, 0), np.float32)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Options of the vectors of both pipelines."""
-        return {
-            "dimensions": self._space["size"],
-            "normalize_embeddings": True,
-            "encoding": "float",
-            "timeout_s": self._deadline.remaining_s(),
-        }
-
-    def read(self) -> Flow[None]:
-        """Read the vector space, and the vectors of labels that the client does not keep."""
-        client, deadline = self._client, self._deadline
-        # Asked anew for each call, because a rebuilt model has another space.
-        space = self._space = yield from _read_space(client, deadline)
-        kept = client._label_vectors
-        keys = {text: (space["id"], text) for text in self._texts}
-        found = {text: kept[key] for text, key in keys.items() if key in kept}
-        new = [text for text in keys if text not in found]
-        if new:
-            texts = copy.copy(client)  # the same connection
-            texts.pipeline, texts._config = space["pair_with"], None
-            other = yield from _read_space(texts, deadline)
-            if other["id"] != space["id"]:
-                raise InvalidRequestError(
-                    f"`{client.pipeline}` must have the vector space of its pair. Given: "
-                    f"{space['id']}, and {other['id']} in `{texts.pipeline}`. "
-                    f"Run `triptych build {client.pipeline} {texts.pipeline}`."
-                )
-            call = embed(new, **self.options)
-            work = yield from texts._perform_task(call, keep_going=False)
-            found |= dict(zip(new, call.whole(work.outputs()), strict=True))
-            if len(kept) + len(new) > MAX_LABELS:
-                client._label_vectors = kept = {}  # another thread may read the old ones
-            kept.update({keys[text]: found[text] for text in new})
-        self._vectors = np.stack([found[text] for text in self._texts])
-
-    def choices(self, vector: Vectors) -> list[Choice]:
-        """Return all labels with their scores for the unit vector of an image, best first."""
-        logits = self._vectors @ vector * np.float32(self._space["scale"])
-        if self._space["bias"] is None:
+    def choose(vector: Vectors) -> list[Choice]:
+        logits = vectors @ vector * np.float32(space["scale"])
+        if space["bias"] is None:
             powers = np.exp(logits - logits.max())
             scores = powers / powers.sum()
         else:
-            scores = 1 / (1 + np.exp(-(logits + np.float32(self._space["bias"]))))
+            scores = 1 / (1 + np.exp(-(logits + np.float32(space["bias"]))))
         order = np.argsort(-scores, kind="stable")
-        return [Choice(self._labels[place], float(scores[place])) for place in order]
+        return [Choice(found[place], float(scores[place])) for place in order]
+
+    return embed_images(images, **_options(space, deadline)), choose
 
 
-def _check_labels(labels: object) -> Sequence[str]:
+def _check_labels(labels: object, template: str) -> Sequence[str]:
     is_list = isinstance(labels, Sequence) and not isinstance(labels, str | bytes)
     found: list[Any] = list(labels) if isinstance(labels, Sequence) and is_list else []
     if not 0 < len(found) <= MAX_LABELS or not all(isinstance(label, str) for label in found):
@@ -155,10 +107,15 @@ def _check_labels(labels: object) -> Sequence[str]:
             f"`candidate_labels` must be a list of 1 to {MAX_LABELS} texts. Given: {given}. "
             'Write for example ["a cat", "a dog"].'
         )
+    if "{}" not in template or {"{", "}"} & set(template.replace("{}", "")):
+        raise InvalidRequestError(
+            "`hypothesis_template` must have {} in place of the label, and no other braces. "
+            f"Given: {template!r:.80}. Write for example '{_TEMPLATE}'."
+        )
     return found
 
 
-def _read_space(client: PipelineClient, deadline: Deadline) -> Flow[Space]:
+def _read_space(client: PipelineClient, deadline: Deadline) -> Flow[Mapping[str, Any]]:
     request = service_pb2.ModelConfigRequest(name=client.pipeline)
     config = read_config((yield from client._request("ModelConfig", request, deadline)))
     if not config.space:
@@ -167,3 +124,37 @@ def _read_space(client: PipelineClient, deadline: Deadline) -> Flow[Space]:
             "`pair_with`. Set it, and build both pipelines again."
         )
     return config.space
+
+
+def _options(space: Mapping[str, Any], deadline: Deadline) -> dict[str, Any]:
+    """Return the options of the vectors of both pipelines."""
+    return {
+        "dimensions": space["size"],
+        "normalize_embeddings": True,
+        "encoding": "float",
+        "timeout_s": deadline.remaining_s(),
+    }
+
+
+def _embed_texts(
+    client: PipelineClient, space: Mapping[str, Any], texts: Sequence[str], deadline: Deadline
+) -> Flow[Vectors]:
+    """Return the vectors of texts, which the client keeps, from the pair of its pipeline."""
+    kept, keys = client._label_vectors, {text: (space["id"], text) for text in texts}
+    found = {text: kept[key] for text, key in keys.items() if key in kept}
+    if new := [text for text in keys if text not in found]:
+        pair = copy.copy(client)  # the same connection
+        pair.pipeline, pair._config = space["pair_with"], None
+        if (other := (yield from _read_space(pair, deadline))["id"]) != space["id"]:
+            raise InvalidRequestError(
+                f"`{client.pipeline}` must have the vector space of its pair. Given: "
+                f"{space['id']}, and {other} in `{pair.pipeline}`. "
+                f"Run `triptych build {client.pipeline} {pair.pipeline}`."
+            )
+        call = embed(new, **_options(space, deadline))
+        work = yield from pair._perform_task(call, keep_going=False)
+        found |= dict(zip(new, call.whole(work.outputs()), strict=True))
+        if len(kept) + len(new) > MAX_LABELS:
+            client._label_vectors = kept = {}  # another thread may read the old ones
+        kept.update({keys[text]: found[text] for text in new})
+    return np.stack([found[text] for text in texts])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,9 +51,27 @@ def rollback(repository: Path, pipeline: str, build: str | None) -> RollbackResu
     group = {pipeline: chosen}
     for name, sharer in _sharers(repository, pipeline):
         if not _fits(sharer, record):
-            group[name] = _find_fitting(repository, name, pipeline, record)
-    for name in _unlike_pairs(repository, pipeline, record):
-        group[name] = _find_pair(repository, name, pipeline, record)
+            refused = UserError(
+                pipeline,
+                "has a core that another pipeline shares",
+                given=f"no stored build of {name} matches the restored core",
+                remedy=f"Remove core.shared_from from {name} and build it first",
+            )
+            group[name] = _find_fitting(
+                repository, name, lambda b: b.share == pipeline and _fits(b, record), refused
+            )
+    for name, pair in _builds(repository):
+        is_pair = name == record.pair_with or pair.pair_with == pipeline
+        if is_pair and pair.space != record.space:
+            refused = UserError(
+                pipeline,
+                f"must have the vector space of its pair {name}",
+                given=f"{record.space}, and no stored build of {name} has it",
+                remedy=f"Set model.source of both, and run `triptych build {pipeline} {name}`",
+            )
+            group[name] = _find_fitting(
+                repository, name, lambda b: b.space == record.space, refused
+            )
     for stored in group.values():
         files |= stored.files()
     before = {path for name in group for path in _active_files(repository, name)}
@@ -123,54 +141,22 @@ def _builds(repository: Path) -> Iterator[tuple[str, BuildRecord]]:
             yield path.parent.name, build
 
 
-def _unlike_pairs(repository: Path, pipeline: str, restored: BuildRecord) -> list[str]:
-    """Return the pairs of a pipeline whose active builds have another vector space."""
-    return [
-        name
-        for name, build in _builds(repository)
-        if (name == restored.pair_with or build.pair_with == pipeline)
-        and build.space != restored.space
-    ]
-
-
-def _find_pair(repository: Path, name: str, pipeline: str, restored: BuildRecord) -> HistoryBuild:
-    """Return the last replaced build of the pair `name` with the vector space of a build.
-
-    Raises:
-        UserError: There is no such build.
-    """
-    for stored in list_history(repository, name):
-        build = read_build(stored.folder, name)
-        if build is not None and build.space == restored.space:
-            return stored
-    raise UserError(
-        pipeline,
-        f"must have the vector space of its pair {name}",
-        given=f"{restored.space}, and no stored build of {name} has it",
-        remedy=f"Set model.source of both, and run `triptych build {pipeline} {name}`",
-    )
-
-
 def _fits(sharer: BuildRecord, owner: BuildRecord) -> bool:
     return all(rows <= owner.core_rows.get(key, -1) for key, rows in sharer.shared_rows.items())
 
 
-def _find_fitting(repository: Path, name: str, owner: str, core: BuildRecord) -> HistoryBuild:
-    """Return the last replaced build of the sharer `name` that matches the core.
-
-    Raises:
-        UserError: There is no such build.
-    """
+def _find_fitting(
+    repository: Path,
+    name: str,
+    fits: Callable[[BuildRecord], bool],
+    refused: UserError,
+) -> HistoryBuild:
+    """Return the last replaced build of `name` that fits; raise `refused` if there is none."""
     for stored in list_history(repository, name):
         build = read_build(stored.folder, name)
-        if build is not None and build.share == owner and _fits(build, core):
+        if build is not None and fits(build):
             return stored
-    raise UserError(
-        owner,
-        "has a core that another pipeline shares",
-        given=f"no stored build of {name} matches the restored core",
-        remedy=f"Remove core.shared_from from {name} and build it first",
-    )
+    raise refused
 
 
 def _active_files(repository: Path, pipeline: str) -> list[str]:
