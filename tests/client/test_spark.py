@@ -54,7 +54,7 @@ def test_a_column_of_spark_has_its_results(toy: Toy) -> None:
         "PYTHONPATH": os.pathsep.join(map(str, folders)),
         "PYSPARK_PYTHON": str(python),
     }
-    command = [python, "-c", PROGRAM, toy.url]
+    command = [str(python), "-c", PROGRAM, toy.url]
     done = subprocess.run(
         command,
         capture_output=True,

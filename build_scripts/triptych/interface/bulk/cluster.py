@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -51,6 +52,7 @@ _MAX_BLOCKS = 10_000
 _STORE_BYTES = 100_000_000
 """Memory of Ray's object store in a local cluster; rows do not pass through it."""
 _MAX_REASONS = 3
+_SCRATCH = "triptych-part-"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,9 +123,9 @@ def run_on_cluster(
     if options.repository is not None:
         options = replace(options, build=build_id(options.repository, options.pipeline))
     parts, files = plan_parts(options.file, options.part_bytes)
-    records = Output(options.out).start(
-        {**options.identity(), "files": files, "build": options.build}
-    )
+    output = Output(options.out)
+    records = output.start({**options.identity(), "files": files, "build": options.build})
+    output.abort_uploads()
     progress = ClusterProgress(len(parts))
     for record in records.values():
         progress.add(record)
@@ -170,18 +172,24 @@ def _cluster(address: str) -> Iterator[Any]:
         if address != "auto":
             remedy = "Give the address of a running cluster, auto, or local"
             raise UserError("--ray", "is not reached", given=address, remedy=remedy) from error
-    if not ray.is_initialized():
-        ray.init(
-            "local",
-            include_dashboard=False,
-            object_store_memory=_STORE_BYTES,
-            _node_ip_address="127.0.0.1",
-            **quiet,
-        )
     try:
+        if not ray.is_initialized():
+            ray.init(
+                "local",
+                include_dashboard=False,
+                object_store_memory=_STORE_BYTES,
+                _node_ip_address="127.0.0.1",
+                **quiet,
+            )
         logging.getLogger("ray.data").setLevel(logging.ERROR)
         ray.data.DataContext.get_current().enable_progress_bars = False
         yield ray
+    except UserError:
+        raise
+    except Exception as error:  # Ray raises plain ones where a node ends early
+        remedy = "Run the same command again: parts with a record are not read again"
+        given = f"{error!s:.300}"
+        raise UserError("--ray", "lost its cluster", given=given, remedy=remedy) from error
     finally:
         ray.shutdown()
 
@@ -234,7 +242,9 @@ class PartWorker:
                 own = self._options.repository is not None
                 lost = isinstance(error.__cause__, ServerUnreachableError)
                 if not (own and lost) or attempt == _ATTEMPTS - 1:
-                    return dict(error.as_dict())
+                    told = dict(error.as_dict())
+                    told["field"] = re.sub(rf".*/{_SCRATCH}[^/]*/[^:]*", path, told["field"])
+                    return told
                 if self._session is not None:
                     self._session.close()
                     self._session = None
@@ -256,7 +266,7 @@ class PartWorker:
             dict.fromkeys(("read", "tokenize", "core", "write"), 0.0),
             self._session.use(),
         )
-        with tempfile.TemporaryDirectory(prefix="triptych-part-") as scratch:
+        with tempfile.TemporaryDirectory(prefix=_SCRATCH) as scratch:
             results = Path(scratch, "results")
             with _timed(times, "read"):
                 table = self._open(part, Path(scratch))
@@ -293,7 +303,7 @@ class PartWorker:
         """Write rows with their results, and return their number and the reasons of failed ones."""
         options, job = self._options, session.job
         scan = table.scan()
-        wanted = wanted_columns(job, options, scan, table.path)
+        wanted = wanted_columns(job, options, scan, table.path) if scan.rows else {}
         columns = [*job.outputs, AnswerColumn(ERROR, ERROR)]
         named = name_columns(options.pipeline, columns, scan.columns)
         results = ArrowColumns(named, fixed=False)

@@ -14,6 +14,8 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, NamedTuple
@@ -67,6 +69,8 @@ def open_store(option: str, uri: str) -> tuple[fs.FileSystem, str]:
         )
     try:
         if "://" in uri:
+            if uri.startswith("s3://"):  # a small object is one request
+                uri += ("&" if "?" in uri else "?") + "allow_delayed_open=true"
             store, path = fs.FileSystem.from_uri(uri)
             return store, str(path)
         return fs.LocalFileSystem(), str(Path(uri).absolute())
@@ -175,6 +179,21 @@ class Output:
     def add(self, part: CorpusPart, record: PartRecord) -> None:
         """Write the record of a part, whose results are written."""
         self.publish(f"{_MANIFEST}/{part.name}.json", json.dumps(record._asdict()).encode())
+
+    def abort_uploads(self) -> None:
+        """Abort the multipart uploads to S3 that killed processes left, if boto3 is installed."""
+        if self._store.type_name != "s3" or find_spec("boto3") is None:
+            return
+        import boto3
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        client, (bucket, _, folder) = boto3.client("s3"), self._folder.partition("/")
+        with suppress(BotoCoreError, ClientError):  # such as a role that may not list them
+            pages = client.get_paginator("list_multipart_uploads")
+            for page in pages.paginate(Bucket=bucket, Prefix=f"{folder}/"):
+                for upload in page.get("Uploads", ()):
+                    at = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
+                    client.abort_multipart_upload(Bucket=bucket, **at)
 
     def publish(self, name: str, content: bytes | IO[bytes]) -> None:
         """Write a file atomically. An object of a store appears when its upload is complete."""

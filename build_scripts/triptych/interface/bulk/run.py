@@ -226,7 +226,7 @@ async def _run(
             progress = BulkProgress(scan.rows, stored.rows, stored.rows, stored.failed, 0.0)
             read = table.chunks(wanted, job.chunk_rows, stored.rows)
             chunks = (prepare(chunk, options) for chunk in read)
-            waiting = _Waiting(parts, writer, stored)
+            waiting = _Unstored(parts, writer, stored)
             began = time.monotonic()
             try:
                 async with aclosing(send_chunks(senders, job.batch_sizes, chunks)) as answered:
@@ -246,7 +246,7 @@ async def _run(
         return progress
 
 
-class _Waiting:
+class _Unstored:
     """Rows with results that are not yet stored as a part."""
 
     def __init__(self, parts: Parts, writer: Writer, stored: Done) -> None:
