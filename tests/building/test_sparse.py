@@ -33,7 +33,8 @@ from triptych.client import (
     sparse_matrix,
 )
 from triptych.core.inputs import read_inputs
-from triptych.models.source import read_model_info
+from triptych.models.older import in_current_form
+from triptych.models.source import read_license, read_model_info
 from triptych.serving.server import Server
 from triptych.spec.spec import load_spec
 from triptych.tasks.catalog import find_task
@@ -308,6 +309,8 @@ def test_a_router_that_is_not_served_is_refused(
     check_refused("query: SparseStaticEmbedding; document: ", read_inputs, load_spec(folder), quiet)
     model = tmp_path / "model"
     shutil.copytree(models[name], model)
+    (model / "README.md").write_text("---\nlicense: mit\n---\n")
+    assert read_license(in_current_form(model, "SparseEncoder", quiet)) == "mit"
     router = model / "router_config.json"
     given = json.loads(router.read_text())
     (static,) = given["structure"]["query"]

@@ -5,6 +5,7 @@ sentence-transformers reads them and saves them in its own form, which is the on
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from triptych.base.cache import cached_stage, code_hash, versions_of
@@ -13,7 +14,7 @@ from triptych.models.info import Loader
 from triptych.models.loading import one_line, quiet
 from triptych.models.routed import check_routes, write_parts
 from triptych.models.settings import CONFIG
-from triptych.models.source import hash_model, refuse_own_code
+from triptych.models.source import CARD, hash_model, read_license, refuse_own_code
 from triptych.models.text import is_routed, read_json
 
 PYLATE, STANFORD = "ColBERT", "HF_ColBERT"
@@ -47,6 +48,8 @@ def in_current_form(folder: Path, loader: Loader, progress: Progress) -> Path:
                     write_parts(model, target)
                 else:
                     model.save(str(target), create_model_card=False)
+            if (folder / CARD).is_file():  # it names the license
+                shutil.copy(folder / CARD, target)
         except Exception as error:
             raise UserError(
                 "model.source",
@@ -57,6 +60,7 @@ def in_current_form(folder: Path, loader: Loader, progress: Progress) -> Path:
 
     key: dict[str, object] = {
         "model": hash_model(folder),
+        "license": read_license(folder),
         "versions": versions_of("sentence-transformers", "transformers", "tokenizers"),
         "code": code_hash("models/older.py", "models/routed.py"),
     }
