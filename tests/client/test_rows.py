@@ -24,8 +24,9 @@ from triptych.interface.bulk.files import (
     Table,
     check_columns,
     name_columns,
+    open_rows,
 )
-from triptych.interface.bulk.jobs import BatchLock, TensorSender
+from triptych.interface.bulk.jobs import BatchLock, BulkOptions, TensorSender
 from triptych.interface.bulk.run import Parts, open_table
 from triptych.interface.bulk.sending import BatchSizeTuner
 from triptych.interface.bulk.writers import open_writer
@@ -467,3 +468,15 @@ def test_a_row_that_breaks_a_step_fails_no_row_of_a_chunk_beside(bad: set[int]) 
         assert {row for row, error in enumerate(answers[ERROR]) if error} == bad
         found = [label for row, label in enumerate(answers["label"]) if row not in bad]
         assert found == [text for text in texts if text != "break"]
+
+
+def test_a_folder_has_a_row_for_each_file(tmp_path: Path) -> None:
+    for name in ("b.png", "a.jpg", ".hidden"):
+        (tmp_path / name).write_bytes(name.encode())
+    (tmp_path / "inner").mkdir()
+    table = open_rows(tmp_path)
+    assert (table.scan().rows, table.scan().columns) == (2, ["image"])
+    (chunk,) = table.chunks({"image": "image"}, 8, 0)
+    assert chunk.columns["image"] == ["a.jpg", "b.png"]
+    options = BulkOptions(pipeline="p", url="u", file=tmp_path, out=tmp_path / "out.jsonl")
+    assert options.folder == tmp_path

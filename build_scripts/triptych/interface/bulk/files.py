@@ -303,6 +303,19 @@ class PlainText(JsonLines):
         return {"text": line}
 
 
+class FileFolder(_TextTable):
+    """A row for each file of a folder, such as an image, by name; written as JSON with `image`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._names = sorted(
+            each.name for each in path.iterdir() if each.is_file() and each.name[0] != "."
+        )
+
+    def rows(self) -> Iterator[FileRow]:
+        return (FileRow({"image": name}) for name in self._names)
+
+
 _MAX_CELL = 1 << 24
 """Maximum number of characters in a cell. An unclosed quote makes one cell of all that follows."""
 
@@ -379,7 +392,7 @@ def open_rows(path: Path, encoding: str = UTF_8, suffix: str | None = None) -> T
     """Return the rows of `path`; a file with an unknown extension has a text per line.
 
     Args:
-        path: File of rows.
+        path: File of rows, or folder with a file for each row.
         encoding: Name of the encoding of its text.
         suffix: Extension of its format; None for that of the file.
 
@@ -397,6 +410,8 @@ def open_rows(path: Path, encoding: str = UTF_8, suffix: str | None = None) -> T
         ) from error
     kind = path.suffix.lower() if suffix is None else suffix
     try:
+        if path.is_dir():
+            return FileFolder(path)
         if kind == ".parquet":
             from triptych.interface.bulk.arrow import Parquet
 

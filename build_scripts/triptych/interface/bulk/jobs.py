@@ -134,7 +134,7 @@ class BulkOptions(JobOptions):
 
     @property
     def folder(self) -> Path:
-        return self.file.parent
+        return self.file if self.file.is_dir() else self.file.parent
 
     def identity(self) -> dict[str, object]:
         stat = self.file.stat()

@@ -74,8 +74,9 @@ class FileOptions:
             "--file",
             "-f",
             metavar="FILE",
-            help="File of rows: .csv, .tsv, .parquet, .jsonl, or one text per line; - is standard "
-            "input. With --ray a folder, or a pattern such as 's3://bucket/part-*.parquet'. "
+            help="File of rows: .csv, .tsv, .parquet, .jsonl, or one text per line; a folder of "
+            "images; - is standard input. With --ray a folder, or a pattern such as "
+            "'s3://bucket/part-*.parquet'. "
             "Default: none.",
         ),
     ] = None
