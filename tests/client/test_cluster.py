@@ -98,6 +98,8 @@ def test_results_count_with_their_record_and_only_for_their_run(tmp_path: Path) 
         out.start({"build": "b"})
     (tmp_path / "out/part-000003.parquet").write_bytes(b"row")
     assert out.start({"build": "a"}) == {}
+    (tmp_path / "out/_triptych/.unfinished").touch()
+    assert out.start({"build": "a"}) == {}
     (tmp_path / "other").mkdir()
     (tmp_path / "other/mine.parquet").touch()
     with pytest.raises(UserError, match="results of another run"):
@@ -192,6 +194,19 @@ def test_a_corpus_in_a_store_of_s3_is_read_and_written(
     subprocess.run(
         [*copy, corpus, "corpus/in", here, there], check=True, env={**os.environ, **access}
     )
+    packages = python_with(ROOT / "tests/data/moto.txt").parents[1] / "lib"
+    for name in ("boto3", "botocore", "s3transfer", "jmespath"):
+        (found,) = packages.glob(f"*/site-packages/{name}")
+        (tmp_path / "boto").mkdir(exist_ok=True)
+        (tmp_path / "boto" / name).symlink_to(found)
+    access["PYTHONPATH"] = str(tmp_path / "boto")
+    uploads = "import boto3; s3 = boto3.client('s3'); upload = {'Bucket': 'corpus'};"
+    tell = [sys.executable, "-c", uploads + "print(s3.list_multipart_uploads(**upload))"]
+    begin = uploads + "s3.create_multipart_upload(Key='out/part-000001.parquet', **upload)"
+    environment = {**os.environ, **access}
+    subprocess.run([sys.executable, "-c", begin], check=True, env=environment)
+    told = subprocess.run(tell, check=True, env=environment, capture_output=True, text=True)
+    assert "'Uploads'" in told.stdout
     run = infer(
         *("toy", "--file", "s3://corpus/in/*", "--out", "s3://corpus/out", "--url", toy.url),
         *("--max-errors", "1", "--price-per-hour", "3"),
@@ -202,6 +217,8 @@ def test_a_corpus_in_a_store_of_s3_is_read_and_written(
     done = json.loads(printed)
     assert done["rows"] == FILES * ROWS + 2
     assert done["cost_per_million"] == pytest.approx(3 / 3600 * 1e6 / done["rows_per_s"], rel=0.01)
+    told = subprocess.run(tell, check=True, env=environment, capture_output=True, text=True)
+    assert "'Uploads'" not in told.stdout
     out = tmp_path / "fetched"
     out.mkdir()
     subprocess.run(

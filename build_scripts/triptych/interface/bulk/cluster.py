@@ -29,7 +29,14 @@ from triptych.interface.bulk.arrow import (
     original_rows,
     read_schema,
 )
-from triptych.interface.bulk.corpus import CorpusPart, Output, PartRecord, open_store, plan_parts
+from triptych.interface.bulk.corpus import (
+    CorpusPart,
+    Output,
+    PartRecord,
+    open_store,
+    plan_parts,
+    unreadable,
+)
 from triptych.interface.bulk.files import (
     ERROR,
     AnswerColumn,
@@ -47,7 +54,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _ATTEMPTS = 3
-"""Number of attempts at a part while the server of its process ends."""
+"""Number of attempts at a part while the server of its process ends, or no file can be written."""
+_PAUSE_S = 5.0
 _MAX_BLOCKS = 10_000
 _STORE_BYTES = 100_000_000
 """Memory of Ray's object store in a local cluster; rows do not pass through it."""
@@ -238,14 +246,20 @@ class PartWorker:
         for attempt in range(_ATTEMPTS):
             try:
                 return self._write(CorpusPart(number, path, groups and tuple(groups)))
-            except UserError as error:
+            except (UserError, OSError) as error:
                 own = self._options.repository is not None
-                lost = isinstance(error.__cause__, ServerUnreachableError)
-                if not (own and lost) or attempt == _ATTEMPTS - 1:
-                    told = dict(error.as_dict())
+                lost = own and isinstance(error.__cause__, ServerUnreachableError)
+                if isinstance(error, OSError):  # a full disk, or a store that is away
+                    failure, lost = unreadable("--out", self._options.out, error), True
+                else:
+                    failure = error
+                if not lost or attempt == _ATTEMPTS - 1:
+                    told = dict(failure.as_dict())
                     told["field"] = re.sub(rf".*/{_SCRATCH}[^/]*/[^:]*", path, told["field"])
                     return told
-                if self._session is not None:
+                if isinstance(error, OSError):
+                    time.sleep(_PAUSE_S)
+                elif self._session is not None:
                     self._session.close()
                     self._session = None
         raise AssertionError("unreachable")
@@ -262,10 +276,8 @@ class PartWorker:
                     remedy="Give every node the same model repository",
                 )
             self._session = Session(options, folder)
-        times, before = (
-            dict.fromkeys(("read", "tokenize", "core", "write"), 0.0),
-            self._session.use(),
-        )
+        times = dict.fromkeys(("read", "tokenize", "core", "write"), 0.0)
+        before = self._session.use()
         with tempfile.TemporaryDirectory(prefix=_SCRATCH) as scratch:
             results = Path(scratch, "results")
             with _timed(times, "read"):

@@ -75,7 +75,7 @@ def open_store(option: str, uri: str) -> tuple[fs.FileSystem, str]:
             return store, str(path)
         return fs.LocalFileSystem(), str(Path(uri).absolute())
     except (pa.ArrowException, OSError) as error:
-        raise _unreadable(option, uri, error) from error
+        raise unreadable(option, uri, error) from error
 
 
 def plan_parts(uri: str, part_bytes: int) -> tuple[list[CorpusPart], str]:
@@ -112,7 +112,7 @@ def plan_parts(uri: str, part_bytes: int) -> tuple[list[CorpusPart], str]:
             for groups in _divide(store, path, part_bytes) if divided else [None]:
                 parts.append(CorpusPart(len(parts), path, groups))
     except (pa.ArrowException, OSError) as error:
-        raise _unreadable("--file", uri, error) from error
+        raise unreadable("--file", uri, error) from error
     if not parts:
         remedy = "Give a file, a folder, or a pattern such as 's3://bucket/part-*.parquet'"
         raise UserError("--file", "matches no file", given=uri, remedy=remedy)
@@ -168,13 +168,15 @@ class Output:
                 )
             records = {}
             for name in sizes:
+                if name.startswith(f"{_MANIFEST}/."):  # of a killed process
+                    self._store.delete_file(f"{self._folder}/{name}")
                 if found := re.fullmatch(rf"{_MANIFEST}/(part-(\d+))\.json", name):
                     record = PartRecord(**json.loads(self._read(name)))
                     if sizes.get(f"{found[1]}.parquet") == record.size:
                         records[int(found[2])] = record
             return records
         except (pa.ArrowException, OSError) as error:
-            raise _unreadable("--out", self._uri, error) from error
+            raise unreadable("--out", self._uri, error) from error
 
     def add(self, part: CorpusPart, record: PartRecord) -> None:
         """Write the record of a part, whose results are written."""
@@ -200,13 +202,19 @@ class Output:
         path = target = f"{self._folder}/{name}"
         if isinstance(self._store, fs.LocalFileSystem):
             target = f"{self._folder}/{_MANIFEST}/.{uuid.uuid4().hex}"
-        with self._store.open_output_stream(target) as stream:
-            if isinstance(content, bytes):
-                stream.write(content)
-            else:
-                shutil.copyfileobj(content, stream, 1 << 20)
-        if target != path:
-            self._store.move(target, path)
+        try:
+            with self._store.open_output_stream(target) as stream:
+                if isinstance(content, bytes):
+                    stream.write(content)
+                else:
+                    shutil.copyfileobj(content, stream, 1 << 20)
+            if target != path:
+                self._store.move(target, path)
+        except OSError:
+            if target != path:
+                with suppress(OSError):
+                    self._store.delete_file(target)  # it may be what fills the disk
+            raise
 
     def _read(self, name: str) -> bytes:
         with self._store.open_input_stream(f"{self._folder}/{name}") as stream:
@@ -214,7 +222,8 @@ class Output:
             return content
 
 
-def _unreadable(option: str, uri: str, error: Exception) -> UserError:
+def unreadable(option: str, uri: str, error: Exception) -> UserError:
+    """Return the error of an option whose files or store cannot be read or written."""
     return UserError(
         option,
         "cannot be read or written",

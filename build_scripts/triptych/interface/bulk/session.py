@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from triptych.base.errors import UserError
 from triptych.client import InferenceError
 from triptych.client.server_info import request_failure
 from triptych.interface import api
@@ -78,8 +79,10 @@ class Session:
         server at a URL does not tell the tokens.
         """
         used = self.run(self._steps())
-        if self._metrics_url:
-            for name, labels, value in fetch_metrics(self._metrics_url):
+        with suppress(UserError):  # a server that has just ended
+            for name, labels, value in (
+                fetch_metrics(self._metrics_url) if self._metrics_url else ()
+            ):
                 if (name, labels.get("pipeline")) == (f"{ROW_TOKENS}_sum", self.options.pipeline):
                     used["tokens"] = value
         return used
