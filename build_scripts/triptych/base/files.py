@@ -96,7 +96,7 @@ def os_errors_as_user_errors(folder: Path, setting: str = "") -> Iterator[None]:
 
     Raises:
         UserError: The disk is full, or a permission or a limit of this process forbids writing.
-        OSError: Any other error, also one about a file elsewhere.
+        OSError: Another error, also one about a file elsewhere.
     """
     try:
         yield

@@ -75,7 +75,7 @@ def _plain(values: Any, *, single: bool, as_json: bool) -> list[Any]:
     return [_parsed(row) for row in rows] if single and as_json else rows
 
 
-def _parsed(text: str) -> Any:
+def _parsed(text: str) -> object:
     try:
         return json.loads(text)
     except ValueError:  # a custom task's output of the same name

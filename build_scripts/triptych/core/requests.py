@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,8 @@ from triptych.base.tensors import LONGEST, ROW_OFFSET, ROW_STRIDE, Tensor, Token
 from triptych.runtime.packing import pack_rows
 from triptych.runtime.packing_spans import make_row_span
 from triptych.runtime.row_types import RowInputs
+
+T = TypeVar("T")
 
 MAX_SHOWN = 80
 MIN_RECOMMENDED_ROWS = 200
@@ -66,7 +68,7 @@ def rows_of(requests: Iterable[GateRequest]) -> list[Sample]:
     return [row for request in requests for row in request.rows]
 
 
-def by_request(requests: Sequence[GateRequest], values: Sequence[object]) -> list[list[Any]]:
+def by_request(requests: Sequence[GateRequest], values: Sequence[T]) -> list[list[T]]:
     """Return `values`, one per core row of all requests, as a list for each request."""
     parts, start = [], 0
     for request in requests:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triptych.base.errors import Finding, UserError
 from triptych.base.explained import ExplainedValue, reasons_of
@@ -63,7 +63,7 @@ class DeploymentContext:
     slo: str  # Text of the SLO
     metrics: Metrics  # Queries of the pipeline's metrics
     objectives: Sequence[SloObjective]
-    rule_values: Mapping[str, Any]  # Further values for the templates of rules and dashboard
+    rule_values: Mapping[str, object]  # Further values for the templates of rules and dashboard
     triggers: Sequence[Trigger]
     gpus: int  # Number of GPUs of a replica
     cores: ExplainedValue  # Number of cores that a replica keeps busy
@@ -86,7 +86,7 @@ class DeploymentContext:
 class Manifests:
     """Files to write."""
 
-    files: Mapping[str, Any]  # Document of each file by its path
+    files: Mapping[str, object]  # Document of each file by its path
     version: str  # Version of the context
     start: str  # Path of the folder or file that the tool takes
     tool: str  # Command with ``{}`` in place of the path of `start`
@@ -98,7 +98,7 @@ class Manifests:
         """Return the command that applies the manifests written to `folder`."""
         return self.tool.format(folder / self.start)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the files and each number with its reason, for ``--json``."""
         return {
             "start": self.start,

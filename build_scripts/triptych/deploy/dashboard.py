@@ -14,9 +14,9 @@ Rows = Mapping[str, Sequence[Mapping[str, Any]]]
 """Panels of each row by its title: title, description, unit, queries by legend, limit."""
 
 
-def lay_out(name: str, title: str, description: str, rows: Rows) -> dict[str, Any]:
+def lay_out(name: str, title: str, description: str, rows: Rows) -> dict[str, object]:
     """Return a dashboard as Grafana reads it, with the panels of each row in a grid."""
-    panels: list[dict[str, Any]] = []
+    panels: list[dict[str, object]] = []
     top = 0
     for row_title, row in rows.items():
         panels.append(
@@ -56,12 +56,12 @@ def lay_out(name: str, title: str, description: str, rows: Rows) -> dict[str, An
     }
 
 
-def _place(number: int, x: int, y: int, width: int, height: int) -> dict[str, Any]:
+def _place(number: int, x: int, y: int, width: int, height: int) -> dict[str, object]:
     return {"id": number + 1, "gridPos": {"x": x, "y": y, "w": width, "h": height}}
 
 
-def _draw(panel: Mapping[str, Any]) -> dict[str, Any]:
-    defaults: dict[str, Any] = {"unit": panel["unit"], "min": 0}
+def _draw(panel: Mapping[str, Any]) -> dict[str, object]:
+    defaults: dict[str, object] = {"unit": panel["unit"], "min": 0}
     limit = panel.get("limit")
     if limit is not None:
         steps = [{"color": "green", "value": None}, {"color": "red", "value": limit}]

@@ -184,12 +184,12 @@ def _base_values(c: DeploymentContext) -> dict[str, Any]:
     }
 
 
-def render_rule(c: DeploymentContext) -> Any:
+def render_rule(c: DeploymentContext) -> object:
     """Return the PrometheusRule."""
     return render_yaml(TEMPLATES / "prometheus-rule.yaml.j2", **template_values(c))
 
 
-def render_scaled_object(c: DeploymentContext) -> Any:
+def render_scaled_object(c: DeploymentContext) -> object:
     """Return the ScaledObject."""
     return render_yaml(TEMPLATES / "scaled-object.yaml.j2", **template_values(c))
 
@@ -202,7 +202,7 @@ def render_panels(c: DeploymentContext) -> Rows:
 
 def render_alertmanager(
     on_call: str = ON_CALL, tickets: str = TICKETS, wait: str = "30s", interval: str = "5m"
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return an example of an Alertmanager's configuration by its file name.
 
     Args:
@@ -217,7 +217,7 @@ def render_alertmanager(
     )
 
 
-def envoy_files(c: DeploymentContext, host: str) -> dict[str, Any]:
+def envoy_files(c: DeploymentContext, host: str) -> dict[str, object]:
     """Return the files of Envoy's configuration, with the servers behind each address of a host."""
     settings = proxy_settings(
         replicas=c.sizes.fewest.value,
@@ -327,14 +327,14 @@ def _samples_mib(c: DeploymentContext) -> ExplainedValue | None:
     )
 
 
-def _peers(options: DeployOptions, namespace: str) -> tuple[list[dict[str, Any]], str]:
+def _peers(options: DeployOptions, namespace: str) -> tuple[list[dict[str, object]], str]:
     """Return the pods that may send requests to the servers, and the reason."""
     if options.envoy is not None:
         return [{"podSelector": {"matchLabels": labels(options.envoy)}}], (
             "Triton does not authenticate clients, and requests past the proxy would not be "
             "counted: only the proxy has access"
         )
-    peers: list[dict[str, Any]] = [{"podSelector": {}}]
+    peers: list[dict[str, object]] = [{"podSelector": {}}]
     if options.target == "kserve":
         # The namespace of ``kserve/kserve-ingress-gateway``, which KServe's own settings name.
         namespace = "kserve"
@@ -346,11 +346,11 @@ def _peers(options: DeployOptions, namespace: str) -> tuple[list[dict[str, Any]]
     )
 
 
-def _pods_of(namespace: str) -> dict[str, Any]:
+def _pods_of(namespace: str) -> dict[str, object]:
     return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}}
 
 
-def _weights(thresholds: Sequence[float]) -> list[Any]:
+def _weights(thresholds: Sequence[float]) -> list[object]:
     """Return the percentages of requests for the new build, one for each step of the rollout."""
     first = _STEP_PERCENT * math.floor(100 * max(thresholds) / _STEP_PERCENT + 1)
     explained = ExplainedValue(

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 from urllib.parse import urlsplit
 
 import typer
@@ -331,7 +331,7 @@ class _Rule(NamedTuple):
     option: str
     is_met: bool
     rule: str
-    given: Any
+    given: object
     remedy: str
 
 

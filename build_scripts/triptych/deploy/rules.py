@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triptych.base.explained import ExplainedValue
 from triptych.deploy.metrics import GenerationQueries, Metrics, parse_quantile
@@ -143,12 +143,12 @@ def generation_objectives(
         )
 
 
-def burn_alerts(objectives: Sequence[SloObjective], pipeline: str, slo: str) -> list[Any]:
+def burn_alerts(objectives: Sequence[SloObjective], pipeline: str, slo: str) -> list[object]:
     """Return the burn-rate alerts of all objectives, for the template of the rules."""
     return [_burn_alert(one, burn, pipeline, slo) for one in objectives for burn in BURNS]
 
 
-def _burn_alert(one: SloObjective, burn: Burn, pipeline: str, slo: str) -> Mapping[str, Any]:
+def _burn_alert(one: SloObjective, burn: Burn, pipeline: str, slo: str) -> Mapping[str, object]:
     threshold = burn.threshold(one.budget)
     capped = (
         ""
@@ -177,7 +177,7 @@ def _burn_alert(one: SloObjective, burn: Burn, pipeline: str, slo: str) -> Mappi
 
 def encoder_rule_values(
     build: EncoderManifest, options: DeployOptions, measured: MeasuredReplica, metrics: Metrics
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the values of rules and dashboard for a pipeline that does not generate text."""
     tokens = build.traffic.get("mean_tokens")
     return {
@@ -189,7 +189,7 @@ def encoder_rule_values(
     }
 
 
-def generation_rule_values(spec: TextSpec, metrics: GenerationQueries) -> dict[str, Any]:
+def generation_rule_values(spec: TextSpec, metrics: GenerationQueries) -> dict[str, object]:
     """Return the values of rules and dashboard for a pipeline that generates text."""
     limits_ms = spec.serving.slo.limits_ms
     latencies = []
@@ -254,7 +254,7 @@ def _slow_share(
 
 def _percentile_alerts(
     build: EncoderManifest, options: DeployOptions, metrics: Metrics
-) -> Iterator[Mapping[str, Any]]:
+) -> Iterator[Mapping[str, object]]:
     """Yield alerts on Triton's own summaries, for limits that are no bound of a histogram."""
     for name, limit_ms in build.spec.serving.slo.limits_ms.items():
         if _slow_share(build, limit_ms, options, metrics) is not None:

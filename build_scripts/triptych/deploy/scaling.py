@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triptych.base.explained import ExplainedValue
 from triptych.deploy.metrics import GenerationQueries, Metrics
@@ -19,7 +19,7 @@ class Trigger(NamedTuple):
 
     name: str
     query: ExplainedValue
-    threshold: Any
+    threshold: object
 
 
 def encoder_triggers(build: EncoderManifest, sizes: Sizes, metrics: Metrics) -> list[Trigger]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,6 +11,9 @@ from torch import nn
 
 from triptych.models.image_vectors import pooled
 from triptych.models.info import ImageInfo
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class ImageCore(nn.Module):
@@ -22,7 +25,7 @@ class ImageCore(nn.Module):
     mean: torch.Tensor
     std: torch.Tensor
 
-    def __init__(self, model: Any, image: ImageInfo, pooling: str = "") -> None:
+    def __init__(self, model: PreTrainedModel, image: ImageInfo, pooling: str = "") -> None:
         super().__init__()
         self.model = model
         self._pooling = pooling

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 from triptych.base.errors import UserError
 from triptych.models.info import ImageInfo, Resize
 from triptych.models.text import read_json
+
+if TYPE_CHECKING:
+    from transformers import BaseImageProcessor
 
 MAX_DIFFERENCE = 1e-5
 """Maximum difference from the processor's result, relative to its largest element above 1."""
@@ -90,7 +93,7 @@ def read_image_info(folder: Path) -> ImageInfo:
     )
 
 
-def _load(folder: Path) -> Any:
+def _load(folder: Path) -> BaseImageProcessor:
     from transformers import AutoImageProcessor
 
     try:
@@ -113,7 +116,7 @@ def _load(folder: Path) -> Any:
         ) from error
 
 
-def _probe(processor: Any, height: int, width: int, mode: str) -> _Probe:
+def _probe(processor: BaseImageProcessor, height: int, width: int, mode: str) -> _Probe:
     from PIL import Image
     from transformers.image_utils import load_image
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from triptych.base.errors import UserError
 from triptych.models.fields import TokenizerSource
 from triptych.models.text import read_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TOKENIZER_FILE = "tokenizer.json"
 SETTINGS_FILE = "tokenizer_config.json"
@@ -65,7 +68,7 @@ def read_tokenizer(
 _WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer")
 
 
-def load_tokenizer(folder: Path, source: TokenizerSource | None = None) -> Any:
+def load_tokenizer(folder: Path, source: TokenizerSource | None = None) -> PreTrainedTokenizerBase:
     """Return the tokenizer that transformers loads, as its pipelines do, or that of the file.
 
     Raises:

@@ -206,7 +206,7 @@ class GeneratingSpec(Frozen):
         return self.serving.priority.levels if self.serving.priority else 0
 
     @property
-    def own_parameters(self) -> dict[str, Any]:
+    def own_parameters(self) -> dict[str, object]:
         """Sampling parameters whose defaults are not those of every pipeline."""
         if (priority := self.serving.priority) is None:
             return self.parameters
@@ -371,7 +371,7 @@ class Text2TextSpec(GeneratingSpec):
     core: Text2TextCore = Text2TextCore()
 
     @property
-    def own_parameters(self) -> dict[str, Any]:
+    def own_parameters(self) -> dict[str, object]:
         # Of a summary or a translation, the most likely one is wanted.
         return {"temperature": 0.0, **self.parameters}
 

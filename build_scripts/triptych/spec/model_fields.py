@@ -217,7 +217,12 @@ class ParameterField(Frozen):
 
     @model_validator(mode="after")
     def _fits(self) -> ParameterField:
-        kinds: dict[str, Any] = {"text": str, "int": int, "float": (int, float), "bool": bool}
+        kinds: dict[str, type | tuple[type, ...]] = {
+            "text": str,
+            "int": int,
+            "float": (int, float),
+            "bool": bool,
+        }
         is_number = self.type in ("int", "float")
         fits = isinstance(self.default, kinds[self.type])
         if not fits or (isinstance(self.default, bool) and self.type != "bool"):
@@ -395,7 +400,7 @@ class ModelSpec(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _spread(cls, given: Any) -> Any:
+    def _spread(cls, given: Any) -> object:
         """Fill in the settings of each of several models, and those of the first as `model`."""
         models = given.get("models") if isinstance(given, dict) else None
         if not models or not isinstance(models, dict):

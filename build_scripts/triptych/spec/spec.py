@@ -277,7 +277,7 @@ def check_folder(folder: Path, path: Path) -> None:
         )
 
 
-def _apply_override(document: dict[str, Any], override: str) -> None:
+def _apply_override(document: dict[str, object], override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator or not all(key.split(".")):
         raise UserError(
@@ -295,7 +295,7 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
     _set(document, key, value, source="--set ")
 
 
-def _set(document: dict[str, Any], key: str, value: object, *, source: str) -> None:
+def _set(document: dict[str, object], key: str, value: object, *, source: str) -> None:
     *parents, last = key.split(".")
     node = document
     for part in parents:

@@ -61,7 +61,7 @@ class Cuda:
 
         Raises:
             DeviceMemoryError: There is not enough memory.
-            EngineError: Any other error, with CUDA's message.
+            EngineError: Another error, with CUDA's message.
         """
         error, *values = getattr(self._runtime, name)(*arguments)
         if error != self._names.cudaSuccess:

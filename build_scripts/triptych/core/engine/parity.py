@@ -41,7 +41,7 @@ from triptych.tasks.results import RowOutputs
 from triptych.tasks.task import Core
 
 PAD = 0
-"""Token id of padding. Any id works, because padding does not change results."""
+"""Token id of padding. Every id works, because padding does not change results."""
 
 Profiles = Sequence[Mapping[str, ShapeRange]]
 

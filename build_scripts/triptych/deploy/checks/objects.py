@@ -30,7 +30,7 @@ _UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 _SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600}
 
 
-def read_services(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def read_services(document: dict[str, object]) -> dict[str, dict[str, object]]:
     """Return the services of a document of Compose by name; none for other documents."""
     services = document.get("services")
     if "kind" in document or not isinstance(services, dict):
@@ -38,11 +38,11 @@ def read_services(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {str(name): one for name, one in services.items() if isinstance(one, dict)}
 
 
-def make_pod(service: dict[str, Any]) -> dict[str, Any]:
+def make_pod(service: dict[str, object]) -> dict[str, object]:
     """Return the spec of a pod with the container of a Compose service."""
     test = service.get("healthcheck")
     words = _words(test.get("test")) if isinstance(test, dict) else []
-    probe: dict[str, Any] = {}
+    probe: dict[str, object] = {}
     if isinstance(test, dict) and words:
         timeout = _seconds(test.get("timeout", "30s"))
         probe = {"exec": {"command": words[1:]}, "timeoutSeconds": timeout}
@@ -64,7 +64,7 @@ def make_pod(service: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _limits(service: dict[str, Any]) -> dict[str, Any]:
+def _limits(service: dict[str, object]) -> dict[str, object]:
     deployed: Any = service.get("deploy")
     for key in ("resources", "limits"):
         deployed = deployed.get(key) if isinstance(deployed, dict) else None
@@ -109,7 +109,7 @@ class ManifestObject:
     """Resource, the file or folder that holds it, and all that is checked with it."""
 
     file: str
-    data: dict[str, Any]
+    data: dict[str, object]
     folder: Folder = field(repr=False, compare=False)
 
     @property
@@ -121,11 +121,11 @@ class ManifestObject:
         return str(mapping(self.data.get("metadata")).get("name", ""))
 
     @property
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         return mapping(self.data.get("spec"))
 
     @property
-    def annotations(self) -> dict[str, Any]:
+    def annotations(self) -> dict[str, object]:
         return mapping(mapping(self.data.get("metadata")).get("annotations"))
 
     @property
@@ -148,9 +148,9 @@ class ServerPods:
     """Pods that run Triton."""
 
     owner: ManifestObject  # Object that makes the pods
-    pod: dict[str, Any]  # Spec of the pods, as far as the manifests have it
-    container: dict[str, Any]  # Container with Triton
-    labels: dict[str, Any]  # Labels of the pods
+    pod: dict[str, object]  # Spec of the pods, as far as the manifests have it
+    container: dict[str, object]  # Container with Triton
+    labels: dict[str, object]  # Labels of the pods
 
     @property
     def where(self) -> str:
@@ -257,17 +257,17 @@ def read_folder(path: Path, triton: Release | None, known: Known | None) -> Fold
     return folder
 
 
-def mapping(value: object) -> dict[str, Any]:
+def mapping(value: object) -> dict[str, object]:
     """Return a mapping, or an empty mapping if a broken manifest has another value."""
     return value if isinstance(value, dict) else {}
 
 
-def sequence(value: object) -> list[Any]:
+def sequence(value: object) -> list[object]:
     """Return a list, or an empty list if a broken manifest has another value."""
     return value if isinstance(value, list) else []
 
 
-def words_of(container: dict[str, Any]) -> list[str]:
+def words_of(container: dict[str, object]) -> list[str]:
     return [str(word) for key in ("command", "args") for word in sequence(container.get(key))]
 
 
@@ -281,7 +281,7 @@ def _roots(customized: list[Path]) -> list[Path]:
     return sorted(folder for folder in set(customized) if folder.resolve() not in taken)
 
 
-def _first(path: Path) -> Any:
+def _first(path: Path) -> object:
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
     except yaml.YAMLError:
@@ -315,7 +315,11 @@ def _read(where: str, text: str, folder: Folder) -> None:
         return
     for document in documents:
         for name, service in read_services(mapping(document)).items():
-            made = {"kind": KIND, "metadata": {"name": name}, "spec": make_pod(service)}
+            made: dict[str, object] = {
+                "kind": KIND,
+                "metadata": {"name": name},
+                "spec": make_pod(service),
+            }
             folder.objects.append(ManifestObject(where, made, folder))
         for each in sequence(mapping(document).get("items")) or [document]:
             if mapping(each).get("kind"):
@@ -329,7 +333,7 @@ def _servers(one: ManifestObject) -> Iterator[ServerPods]:
                 yield ServerPods(one, pod, container, labels)
 
 
-def _pods(one: ManifestObject) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+def _pods(one: ManifestObject) -> Iterator[tuple[dict[str, object], dict[str, object]]]:
     labels = mapping(mapping(one.data.get("metadata")).get("labels"))
     if one.kind in _TEMPLATED and "template" in one.spec:
         template = mapping(one.spec["template"])
@@ -346,7 +350,7 @@ def _pods(one: ManifestObject) -> Iterator[tuple[dict[str, Any], dict[str, Any]]
         yield one.spec, labels
 
 
-def _served(predictor: dict[str, Any], folder: Folder) -> dict[str, Any]:
+def _served(predictor: dict[str, object], folder: Folder) -> dict[str, object]:
     """Return the pod that KServe makes; the predictor's fields override the runtime's."""
     model = mapping(predictor.get("model")) or mapping(predictor.get("triton"))
     runtimes = {one.name: one.spec for one in folder.of(*_RUNTIMES)}
@@ -371,7 +375,7 @@ def _is_used(runtime: ManifestObject) -> bool:
     return any(model.get("runtime") == runtime.name for model in models)
 
 
-def _runs_triton(container: dict[str, Any]) -> bool:
+def _runs_triton(container: dict[str, object]) -> bool:
     said = [str(container.get("image", "")).rpartition("/")[2], *words_of(container)]
     if any("triton" in word for word in said):
         return True

@@ -11,7 +11,6 @@ import shlex
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from triptych.container.flags import ServerFlags as ServerOptions
 from triptych.container.serving_machine import (
@@ -210,11 +209,11 @@ def _is_knative(server: ServerPods) -> bool:
     return mode in ("Serverless", "Knative")
 
 
-def _path(probe: dict[str, Any]) -> str:
+def _path(probe: dict[str, object]) -> str:
     """Return the path of an HTTP probe, or of a probe that calls curl."""
     path = mapping(probe.get("httpGet")).get("path")
     found = re.search(
-        r"/v2/[\w./-]*", " ".join(map(str, mapping(probe.get("exec")).get("command") or []))
+        r"/v2/[\w./-]*", " ".join(map(str, sequence(mapping(probe.get("exec")).get("command"))))
     )
     return str(path or (found[0] if found else "")).rstrip("/")
 

@@ -50,7 +50,7 @@ class _Program(TyperGroup):
     def list_commands(self, ctx: object) -> list[str]:
         return [name for names in VERBS.values() for name in names]
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
+    def format_commands(self, ctx: object, formatter: Any) -> None:
         for group, names in VERBS.items():
             with formatter.section(group):
                 formatter.write_dl(

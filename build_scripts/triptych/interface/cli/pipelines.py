@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -250,7 +250,7 @@ class _Builds:
     """
 
     def __init__(self, is_single: bool, reports: Path, as_json: bool) -> None:
-        self.results: list[dict[str, Any]] = []
+        self.results: list[dict[str, object]] = []
         self._is_single = is_single
         self._reports = reports
         self._as_json = as_json

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from triptych.repository.lint.snapshot import Flaw, Model, enum_name, error, names, warning
+
+if TYPE_CHECKING:
+    from tritonclient.grpc.model_config_pb2 import ModelOptimizationPolicy
 
 _BOOLEANS = ("true", "on", "1", "false", "off", "0")
 _ORT_FALSE, _ORT_TRUE = ("0", "False", "false"), ("1", "True", "true")
@@ -123,7 +126,9 @@ def execution_accelerators(model: Model) -> Iterator[Flaw]:
         )
 
 
-def _parameters(accelerator: Any) -> Iterator[Flaw]:
+def _parameters(
+    accelerator: ModelOptimizationPolicy.ExecutionAccelerators.Accelerator,
+) -> Iterator[Flaw]:
     given = dict(accelerator.parameters)
     if accelerator.name == "cuda":
         tf32 = given.get("use_tf32", "0")

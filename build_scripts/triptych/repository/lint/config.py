@@ -8,7 +8,7 @@ is wrong when it loads the config.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from triptych.base.releases import (
     ACCELERATOR_BF16,
@@ -35,7 +35,7 @@ from triptych.repository.lint.snapshot import (
 )
 
 if TYPE_CHECKING:
-    from tritonclient.grpc.model_config_pb2 import ModelWarmup
+    from tritonclient.grpc.model_config_pb2 import ModelOptimizationPolicy, ModelWarmup
 
 # A value outside these limits was probably not written in microseconds.
 _MIN_TIMEOUT_US = 1_000
@@ -403,7 +403,9 @@ def graph_spec(model: Model) -> Iterator[Flaw]:
             )
 
 
-def spec_faults(model: Model, spec: Any) -> Iterator[tuple[str, str]]:
+def spec_faults(
+    model: Model, spec: ModelOptimizationPolicy.Cuda.GraphSpec
+) -> Iterator[tuple[str, str]]:
     """Yield a rule and the given value for each fault of a `graph_spec`."""
     limit = model.config.max_batch_size
     if not min(limit, 1) <= spec.batch_size <= limit:
@@ -414,7 +416,9 @@ def spec_faults(model: Model, spec: Any) -> Iterator[tuple[str, str]]:
         yield from _shape_faults(model, spec.graph_lower_bound.input)
 
 
-def _shape_faults(model: Model, shapes: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _shape_faults(
+    model: Model, shapes: Mapping[str, ModelOptimizationPolicy.Cuda.GraphSpec.Shape]
+) -> Iterator[tuple[str, str]]:
     known = {*model.inputs, *model.added}
     unknown = set(shapes) - known
     if model.inputs and unknown:

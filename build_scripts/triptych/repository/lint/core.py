@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from triptych.repository.lint.snapshot import (
     GRAPH_BACKENDS,
@@ -27,6 +27,14 @@ from triptych.repository.lint.snapshot import (
     names,
     warning,
 )
+
+if TYPE_CHECKING:
+    from tritonclient.grpc.model_config_pb2 import (
+        BatchInput,
+        BatchOutput,
+        ModelInput,
+        ModelOutput,
+    )
 
 # Number of dims of the tensor that the server makes for a kind of batch_input.
 _RANKS = {"BATCH_ITEM_SHAPE": 2}
@@ -89,7 +97,7 @@ def onnx_tensors(model: Model) -> Iterator[Flaw]:
 
 
 def _tensor_faults(
-    model: Model, kind: str, tensor: Any, there: dict[str, TypedTensor]
+    model: Model, kind: str, tensor: ModelInput | ModelOutput, there: dict[str, TypedTensor]
 ) -> Iterator[tuple[str, str]]:
     found = there.get(tensor.name)
     if found is None:
@@ -141,14 +149,16 @@ def batch_input(model: Model) -> Iterator[Flaw]:
         )
 
 
-def _source_faults(model: Model, added: Any, kind: str) -> Iterator[tuple[str, str]]:
+def _source_faults(
+    model: Model, added: BatchInput | BatchOutput, kind: str
+) -> Iterator[tuple[str, str]]:
     for name in added.source_input:
         if name in model.inputs and name not in model.ragged:
             rule = f"must have a ragged input as source_input of {kind}"
             yield rule, f"{name} is without allow_ragged_batch: true"
 
 
-def _added_faults(model: Model, added: Any) -> Iterator[tuple[str, str]]:
+def _added_faults(model: Model, added: BatchInput) -> Iterator[tuple[str, str]]:
     kind, data_type = enum_name(added, "kind"), enum_name(added, "data_type")
     yield from _source_faults(model, added, kind)
     if not added.target_name:
@@ -176,7 +186,7 @@ def _target_faults(
         yield rule, f"{name} {dims_text(found.dims)}"
 
 
-def _split_faults(model: Model, split: Any) -> Iterator[tuple[str, str]]:
+def _split_faults(model: Model, split: BatchOutput) -> Iterator[tuple[str, str]]:
     yield from _source_faults(model, split, enum_name(split, "kind"))
     if len(split.target_name) > 1:
         rule = "must have one target_name: Triton only fills the first of several outputs"

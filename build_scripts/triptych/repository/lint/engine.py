@@ -28,6 +28,7 @@ from triptych.spec.engine_plan import Dims, EnginePlan, ShapeRange
 
 if TYPE_CHECKING:
     import onnx
+    from tritonclient.grpc.model_config_pb2 import ModelOptimizationPolicy
 
 _DATA = Path(__file__).with_name("operators.json")
 _STANDARD = ("", "ai.onnx")
@@ -280,7 +281,9 @@ class EngineCore:
         ragged = {name: (rows * prod(dims[name]),) for name in self.model.ragged & dims.keys()}
         return {**{name: self._batched(rows, each) for name, each in dims.items()}, **ragged}
 
-    def spec_shapes(self, rows: int, inputs: Mapping[str, Any]) -> Shapes:
+    def spec_shapes(
+        self, rows: int, inputs: Mapping[str, ModelOptimizationPolicy.Cuda.GraphSpec.Shape]
+    ) -> Shapes:
         """Return the shapes in a `graph_spec`, which has ragged and added inputs after joining."""
         as_given = {n: tuple(s.dim) for n, s in inputs.items()}
         joined = self.model.ragged | self.model.added

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from triptych.base.releases import CONTEXT_MEMORY, first_release
 from triptych.repository.lint.config import spec_faults
 from triptych.repository.lint.engine import EngineCore, Shapes, between, engine_cores
 from triptych.repository.lint.snapshot import Flaw, Model, dims_text, error, names, warning
 from triptych.spec.engine_plan import MAX_GRAPHS, ShapeRange
+
+if TYPE_CHECKING:
+    from tritonclient.grpc.model_config_pb2 import ModelOptimizationPolicy
 
 # Each context reserves scratch memory for the largest profile and captures its own CUDA graphs
 # while the model loads. Six buckets, the default, for two instances are below the limit.
@@ -240,7 +243,7 @@ def _planned(core: EngineCore) -> Iterator[tuple[str, Shapes]]:
             yield " of " + ", ".join(dims_text(dims[name]) for name in sorted(dims)), dims
 
 
-def _is_for(spec: Any, dims: Shapes) -> bool:
+def _is_for(spec: ModelOptimizationPolicy.Cuda.GraphSpec, dims: Shapes) -> bool:
     """Return whether a graph is used for rows of these dims; unnamed inputs are ignored."""
     low = spec.graph_lower_bound.input
     return all(

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tritonclient import grpc
 
 from triptych.client.errors import status_error
 from triptych.client.server_info import StepStatistics, read_statistics, request_failure
 from triptych.serving.bench.results import StepUse
+
+if TYPE_CHECKING:
+    from tritonclient.grpc.model_config_pb2 import ModelConfig
+    from tritonclient.grpc.service_pb2 import ModelStatisticsResponse
 
 STEPS = ("preprocess", "core", "postprocess")
 _TIMEOUT_S = 10.0
@@ -91,7 +95,7 @@ class ServerCounts:
     def close(self) -> None:
         self._client.close()
 
-    def _config(self, model: str) -> Any:
+    def _config(self, model: str) -> ModelConfig:
         return self._ask(self._client.get_model_config, model).config
 
     def _ask(self, ask: Callable[..., Any], model: str) -> Any:
@@ -132,7 +136,7 @@ def step_use(step: ServedStep, counts: Counts, share: float, seconds: float) -> 
     )
 
 
-def _read_counts(model: str, response: Any) -> Counts:
+def _read_counts(model: str, response: ModelStatisticsResponse) -> Counts:
     """Return the sums over all versions in a ``ModelStatisticsResponse`` for `model`."""
     sizes: Counter[int] = Counter()
     busy_ns = total_ns = 0
@@ -144,7 +148,7 @@ def _read_counts(model: str, response: Any) -> Counts:
     return Counts(read_statistics(model, response), total_ns / 1000, busy_ns / 1000, sizes)
 
 
-def _step(pipeline: str, config: Any) -> ServedStep:
+def _step(pipeline: str, config: ModelConfig) -> ServedStep:
     name = config.name.removeprefix(f"{pipeline}_")
     if config.name.startswith(f"{pipeline}."):  # of one of several models
         name = config.name.removeprefix(f"{pipeline}.")

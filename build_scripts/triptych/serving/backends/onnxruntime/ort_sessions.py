@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from triptych.serving.backends.contract import (
     BackendConfig,
@@ -17,6 +17,9 @@ from triptych.serving.backends.contract import (
     ModelTensor,
     TensorEntry,
 )
+
+if TYPE_CHECKING:
+    import onnxruntime
 
 MODEL_FILE = "model.onnx"
 # Triton's name of each type of ONNX Runtime. Triton 24.10 lacks TYPE_BF16, too.
@@ -40,7 +43,7 @@ TRITON_TYPES = {
 DEFAULT_MAX_BATCH_SIZE = 4
 
 
-def read_tensors(nodes: Sequence[Any]) -> list[ModelTensor]:
+def read_tensors(nodes: Sequence[onnxruntime.NodeArg]) -> list[ModelTensor]:
     """Return the inputs or outputs of a session.
 
     Raises:
@@ -74,7 +77,7 @@ def check_settings(config: BackendConfig, *, kind: str) -> None:
         )
 
 
-def open_session(path: Path, config: BackendConfig) -> Any:
+def open_session(path: Path, config: BackendConfig) -> onnxruntime.InferenceSession:
     """Return an `onnxruntime.InferenceSession` on the CPU with the options of the config.
 
     Raises:
