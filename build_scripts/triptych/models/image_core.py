@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,9 +11,6 @@ from torch import nn
 
 from triptych.models.image_vectors import pooled
 from triptych.models.info import ImageInfo
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 class ImageCore(nn.Module):
@@ -25,7 +22,7 @@ class ImageCore(nn.Module):
     mean: torch.Tensor
     std: torch.Tensor
 
-    def __init__(self, model: PreTrainedModel, image: ImageInfo, pooling: str = "") -> None:
+    def __init__(self, model: Any, image: ImageInfo, pooling: str = "") -> None:
         super().__init__()
         self.model = model
         self._pooling = pooling

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -47,7 +47,6 @@ CODE = (
 
 if TYPE_CHECKING:
     import onnx
-    import onnxruntime
 _DTYPES: Mapping[str, DType] = {
     "FLOAT": "FP32",
     "FLOAT16": "FP16",
@@ -224,7 +223,7 @@ def open_graph(file: Path, *, optimize: bool = True) -> RunGraph:
     return run_session(session)
 
 
-def run_session(session: onnxruntime.InferenceSession) -> RunGraph:
+def run_session(session: Any) -> RunGraph:
     """Return a function that runs an `onnxruntime.InferenceSession`."""
     names = [output.name for output in session.get_outputs()]
 
