@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -65,7 +65,7 @@ def make_pod(service: dict[str, object]) -> dict[str, object]:
 
 
 def _limits(service: dict[str, object]) -> dict[str, object]:
-    deployed: Any = service.get("deploy")
+    deployed: object = service.get("deploy")
     for key in ("resources", "limits"):
         deployed = deployed.get(key) if isinstance(deployed, dict) else None
     memory = deployed.get("memory") if isinstance(deployed, dict) else None
