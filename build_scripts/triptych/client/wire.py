@@ -6,7 +6,6 @@ import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,6 +63,18 @@ _PROMPT = "text_input"
 
 
 @dataclass(frozen=True)
+class VectorSpace:
+    """Vector space that a pipeline has with its pair, and the scores in it."""
+
+    id: str  # Name that both pipelines have
+    size: int  # Number of elements of a vector
+    pair_with: str  # Name of the other pipeline
+    scale: float  # Factor of a cosine in the model's logits
+    # Summand of the logits of a model whose scores are their sigmoid; None for a softmax.
+    bias: float | None
+
+
+@dataclass(frozen=True)
 class PipelineConfig:
     """Interface of a pipeline, from its ``config.pbtxt``.
 
@@ -77,7 +88,7 @@ class PipelineConfig:
         input_types: Datatype and sizes of each input by name.
         row_types: Declared type of each input of a pipeline around an own model, also of those that
             a request may leave out: text, bytes, int, float or bool.
-        space: Pair of a side of a model of texts and images, and their vector space.
+        space: Vector space of a side of a model of texts and images; None without a pair.
     """
 
     max_batch_size: int
@@ -88,7 +99,7 @@ class PipelineConfig:
     caches: bool = False
     input_types: Mapping[str, InputType] = field(default_factory=dict)
     row_types: Mapping[str, str] = field(default_factory=dict)
-    space: Mapping[str, Any] = field(default_factory=dict)
+    space: VectorSpace | None = None
 
     @property
     def generates(self) -> bool:
@@ -416,6 +427,7 @@ def read_config(response: service_pb2.ModelConfigResponse) -> PipelineConfig:
         dtype = _DTYPES.get(_datatype(output), np.object_)
         outputs[output.name] = (dtype, tuple(max(size, 0) for size in output.dims))
     steps = tuple(step.model_name for step in config.ensemble_scheduling.step)
+    space = config.parameters[SPACE].string_value
     return PipelineConfig(
         config.max_batch_size,
         inputs,
@@ -425,7 +437,7 @@ def read_config(response: service_pb2.ModelConfigResponse) -> PipelineConfig:
         config.response_cache.enable,
         {t.name: (_datatype(t), tuple(max(size, 0) for size in t.dims)) for t in config.input},
         json.loads(config.parameters[ROW_TYPES].string_value or "{}"),
-        json.loads(config.parameters[SPACE].string_value or "{}"),
+        VectorSpace(**json.loads(space)) if space else None,
     )
 
 

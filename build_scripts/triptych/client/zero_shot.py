@@ -6,7 +6,7 @@ The vectors of the labels come from the pair of the client's pipeline, once for 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from triptych.client.flows import Flow, PipelineClient
 from triptych.client.images import Images
 from triptych.client.retry import Deadline
 from triptych.client.tasks import TaskCall, embed, embed_images
-from triptych.client.wire import read_config
+from triptych.client.wire import VectorSpace, read_config
 
 MAX_LABELS = 10_000
 """Maximum number of labels of a call, and of texts whose vectors a client keeps."""
@@ -86,12 +86,12 @@ def _prepare(
     vectors = yield from _embed_texts(client, space, texts, deadline)
 
     def choose(vector: Vectors) -> list[Choice]:
-        logits = vectors @ vector * np.float32(space["scale"])
-        if space["bias"] is None:
+        logits = vectors @ vector * np.float32(space.scale)
+        if space.bias is None:
             powers = np.exp(logits - logits.max())
             scores = powers / powers.sum()
         else:
-            scores = 1 / (1 + np.exp(-(logits + np.float32(space["bias"]))))
+            scores = 1 / (1 + np.exp(-(logits + np.float32(space.bias))))
         order = np.argsort(-scores, kind="stable")
         return [Choice(found[place], float(scores[place])) for place in order]
 
@@ -100,7 +100,7 @@ def _prepare(
 
 def _check_labels(labels: object, template: str) -> Sequence[str]:
     is_list = isinstance(labels, Sequence) and not isinstance(labels, str | bytes)
-    found: list[Any] = list(labels) if isinstance(labels, Sequence) and is_list else []
+    found: list[str] = list(labels) if isinstance(labels, Sequence) and is_list else []
     if not 0 < len(found) <= MAX_LABELS or not all(isinstance(label, str) for label in found):
         given = f"{len(found)} labels" if is_list else f"{labels!r:.80}"
         raise InvalidRequestError(
@@ -115,10 +115,10 @@ def _check_labels(labels: object, template: str) -> Sequence[str]:
     return found
 
 
-def _read_space(client: PipelineClient, deadline: Deadline) -> Flow[Mapping[str, Any]]:
+def _read_space(client: PipelineClient, deadline: Deadline) -> Flow[VectorSpace]:
     request = service_pb2.ModelConfigRequest(name=client.pipeline)
     config = read_config((yield from client._request("ModelConfig", request, deadline)))
-    if not config.space:
+    if config.space is None:
         raise InvalidRequestError(
             f"`{client.pipeline}` must be the pipeline of the images of a pair. Given: one without "
             "`pair_with`. Set it, and build both pipelines again."
@@ -126,10 +126,10 @@ def _read_space(client: PipelineClient, deadline: Deadline) -> Flow[Mapping[str,
     return config.space
 
 
-def _options(space: Mapping[str, Any], deadline: Deadline) -> dict[str, Any]:
+def _options(space: VectorSpace, deadline: Deadline) -> dict[str, Any]:
     """Return the options of the vectors of both pipelines."""
     return {
-        "dimensions": space["size"],
+        "dimensions": space.size,
         "normalize_embeddings": True,
         "encoding": "float",
         "timeout_s": deadline.remaining_s(),
@@ -137,18 +137,18 @@ def _options(space: Mapping[str, Any], deadline: Deadline) -> dict[str, Any]:
 
 
 def _embed_texts(
-    client: PipelineClient, space: Mapping[str, Any], texts: Sequence[str], deadline: Deadline
+    client: PipelineClient, space: VectorSpace, texts: Sequence[str], deadline: Deadline
 ) -> Flow[Vectors]:
     """Return the vectors of texts, which the client keeps, from the pair of its pipeline."""
-    kept, keys = client._label_vectors, {text: (space["id"], text) for text in texts}
+    kept, keys = client._label_vectors, {text: (space.id, text) for text in texts}
     found = {text: kept[key] for text, key in keys.items() if key in kept}
     if new := [text for text in keys if text not in found]:
         pair = copy.copy(client)  # the same connection
-        pair.pipeline, pair._config = space["pair_with"], None
-        if (other := (yield from _read_space(pair, deadline))["id"]) != space["id"]:
+        pair.pipeline, pair._config = space.pair_with, None
+        if (other := (yield from _read_space(pair, deadline)).id) != space.id:
             raise InvalidRequestError(
                 f"`{client.pipeline}` must have the vector space of its pair. Given: "
-                f"{space['id']}, and {other} in `{pair.pipeline}`. "
+                f"{space.id}, and {other} in `{pair.pipeline}`. "
                 f"Run `triptych build {client.pipeline} {pair.pipeline}`."
             )
         call = embed(new, **_options(space, deadline))

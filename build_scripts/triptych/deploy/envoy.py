@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
 from triptych.base.errors import UserError
@@ -513,7 +513,7 @@ class EnvoyTls:
             },
         }
 
-    def files(self) -> dict[str, Any]:
+    def files(self) -> dict[str, object]:
         """Return the files beside Envoy's configuration that name the certificates."""
         certificate = _watched(
             self.certificates, certificate_chain="tls.crt", private_key="tls.key"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from triptych.base.explained import ExplainedValue
 from triptych.deploy.context import DeploymentContext
 from triptych.deploy.numbers import PRE_STOP_S
@@ -18,7 +16,7 @@ _FILES = (
 )
 
 
-def http_api_values(c: DeploymentContext, repository: str, grpc_port: int) -> dict[str, Any]:
+def http_api_values(c: DeploymentContext, repository: str, grpc_port: int) -> dict[str, object]:
     """Return the values of the gateway in the templates of all targets.
 
     Args:
