@@ -52,6 +52,7 @@ EXPECTED = {
     r"sampling_parameters: min_tokens": "not above the maximum",
     r"chat template|tools` ": "what the model was trained for",
     r"lone surrogates|must not be empty": "no text",
+    r"must be a data URL with base64": "no image",
 }
 """Refusals of requests that fit the document, and what it cannot say."""
 
