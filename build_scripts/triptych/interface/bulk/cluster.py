@@ -192,9 +192,10 @@ def _cluster(address: str) -> Iterator[Any]:
         logging.getLogger("ray.data").setLevel(logging.ERROR)
         ray.data.DataContext.get_current().enable_progress_bars = False
         yield ray
-    except UserError:
-        raise
-    except Exception as error:  # Ray raises plain ones where a node ends early
+    except Exception as error:
+        # Ray raises plain exceptions where a node ends early.
+        if type(error) is not Exception and not isinstance(error, ray.exceptions.RayError):
+            raise
         remedy = "Run the same command again: parts with a record are not read again"
         given = f"{error!s:.300}"
         raise UserError("--ray", "lost its cluster", given=given, remedy=remedy) from error

@@ -70,7 +70,7 @@ class SourceOptions:
         typer.Option(
             "--from-repository",
             help="Folder of a model repository that was written by hand, or of one of its "
-            "ensembles: Python steps around an ONNX model. In place of TASK.",
+            "ensembles: Python steps around an ONNX model. In place of TASK. Default: none.",
         ),
     ] = None
 
