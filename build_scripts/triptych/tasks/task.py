@@ -148,6 +148,11 @@ class View:
     asks: Mapping[str, int] = field(default_factory=dict)
 
 
+def same_form(task: Task, info: ModelInfo, given: Parameters) -> Task:
+    """Return the task as it is, for a task that has one form."""
+    return task
+
+
 @dataclass(frozen=True)
 class Task:
     """Definition of a task: inputs, outputs, core, parameters and metrics."""
@@ -173,7 +178,7 @@ class Task:
     # Raises `UserError` if a model does not fit the task.
     check: Callable[[ModelInfo], None] = lambda info: None
     # Returns the form of the task for a model and the parameters that the spec gives.
-    form: Callable[[Task, ModelInfo, Parameters], Task] = lambda task, info, given: task
+    form: Callable[[Task, ModelInfo, Parameters], Task] = same_form
     pairs: bool = False  # Whether a model row has two segments
     # Class of sentence-transformers that loads the model for the reference; empty for transformers'
     # own pipelines.

@@ -9,7 +9,7 @@ from triptych.models.image_vectors import image_class
 from triptych.models.info import ModelInfo
 from triptych.tasks.catalog import text_embedding
 from triptych.tasks.labeled import SIMILARITY, SIMILARITY_CORRELATION
-from triptych.tasks.task import IMAGE, Core, Parameters, View, has_image_processor
+from triptych.tasks.task import IMAGE, Core, Parameters, View, has_image_processor, same_form
 
 
 def _core(info: ModelInfo, parameters: Parameters) -> Core:
@@ -24,7 +24,7 @@ TASK = replace(
     inputs=(IMAGE,),
     rows="rows_image.ImageRowMaker",
     core=_core,
-    form=lambda task, info, given: task,
+    form=same_form,
     labeled=SIMILARITY_CORRELATION._replace(truth=SIMILARITY._replace(second="image_pair")),
     parameters=text_embedding.vector_parameters,
     settings=lambda info: {},
