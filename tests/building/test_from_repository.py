@@ -68,6 +68,10 @@ def unmapped(root: Path) -> None:
     config.write_text(config.read_text().replace('value: "mask"', 'value: "masks"', 1))
 
 
+def unreadable(root: Path) -> None:
+    (root / "net/config.pbtxt").write_text("max_batch_size: many")
+
+
 def doubled(root: Path) -> None:
     shutil.copytree(root / "moods", root / "more_moods")
 
@@ -77,6 +81,8 @@ CHANGES: dict[str, Callable[[Path], None]] = {
     "one answer for each request.*decode: decoupled": streaming,
     "one ensemble.*moods, more_moods": doubled,
     "a model for each step.*decode: no config": lambda root: shutil.rmtree(root / "decode"),
+    "the files of each step.*decode: no version": lambda root: shutil.rmtree(root / "decode/1"),
+    "configs that Triton can read.*net/config": unreadable,
     "around one model with a file.*net: onnxruntime": lambda root: shutil.rmtree(root / "net/1"),
     "make each output.*LABEL, SCORES of moods": unmapped,
     "not be a repository of Triptych": lambda root: (root / "moods/triptych.lock.json").touch(),

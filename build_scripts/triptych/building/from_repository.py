@@ -18,9 +18,11 @@ import numpy as np
 from google.protobuf.json_format import MessageToJson
 
 from triptych.base.errors import UserError
-from triptych.base.onnx_graph import MODEL_FILE, GraphTensor, read_interface
+from triptych.base.onnx_graph import MODEL_FILE, GraphInterface, GraphTensor, read_interface
+from triptych.base.releases import OLDEST
 from triptych.container.manifests import MANIFEST_FILE
-from triptych.repository.config import CONFIG_FILE, read_config
+from triptych.repository.config import CONFIG_FILE
+from triptych.repository.lint.snapshot import Model, Repository, is_file, read_repository
 from triptych.runtime.hooking import HOOKS_FILE
 from triptych.spec.scaffold import Scaffold, scaffold
 from triptych.spec.scaffold_graph import (
@@ -49,11 +51,14 @@ _FILE_WORDS = re.compile(r"(^|_)(image|img|picture|photo|audio|sound|file|bytes|
 class _Step(NamedTuple):
     """A step of the ensemble, with the tensors of the ensemble by those of its model."""
 
-    model: str
-    config: ModelConfig
-    folder: Path  # Folder of the version that Triton serves
+    model: Model
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the version that Triton serves."""
+        return self.model.served_folders[0]
 
 
 class _Ensemble(NamedTuple):
@@ -63,6 +68,7 @@ class _Ensemble(NamedTuple):
     config: ModelConfig
     before: Sequence[_Step]  # Python steps in front of the core
     core: _Step
+    graph: GraphInterface  # Inputs and outputs of the core's file
     after: Sequence[_Step]  # Python steps behind the core
 
     @property
@@ -131,88 +137,76 @@ def _refused(rule: str, given: object, remedy: str) -> UserError:
 def _read_ensemble(folder: Path) -> _Ensemble:
     folder = folder.resolve()
     root = folder.parent if (folder / CONFIG_FILE).is_file() else folder
-    configs = {
-        path.parent.name: read_config(path)
-        for path in sorted(root.glob(f"*/{CONFIG_FILE}"))
-        if path.is_file()
-    }
-    names = [name for name, config in configs.items() if config.ensemble_scheduling.step]
-    if root != folder:
-        names = [name for name in names if name == folder.name]
-    if len(names) != 1:
+    repository = read_repository(root, OLDEST, is_exact=False, with_graphs=False)
+    for model in repository.folders():
+        if model.config_problem:
+            given = f"{model.where}: {model.config_problem}"
+            raise _refused("must have configs that Triton can read", given, "Correct the file")
+    found = [model for model in repository.ensembles() if folder in (root, model.folder)]
+    if len(found) != 1:
         raise _refused(
             "must be a model repository with one ensemble, or the folder of an ensemble",
-            f"{folder}: {', '.join(names) or 'no ensemble'}",
+            f"{folder}: {', '.join(model.name for model in found) or 'no ensemble'}",
             "Give FOLDER/ENSEMBLE; for a single ONNX file: triptych new NAME --model FILE.onnx",
         )
-    if (root / names[0] / MANIFEST_FILE).is_file():
+    ensemble, config = found[0], found[0].config
+    if is_file(ensemble.folder / MANIFEST_FILE):
         raise _refused(
             "must not be a repository of Triptych",
-            f"{MANIFEST_FILE} in {names[0]}",
+            f"{MANIFEST_FILE} in {ensemble.name}",
             "Copy the folder of its pipeline",
         )
-    config = configs[names[0]]
     if config.max_batch_size < 1:
         raise _refused(
             "must have an ensemble whose inputs have a batch axis",
-            f"max_batch_size: {config.max_batch_size} in {names[0]}",
+            f"max_batch_size: {config.max_batch_size} in {ensemble.name}",
             "Set max_batch_size of the ensemble and its models, with dims without the batch",
         )
     steps = [
-        _Step(
-            step.model_name,
-            _step_config(configs, step.model_name),
-            _newest_version(root / step.model_name),
-            dict(step.input_map),
-            dict(step.output_map),
-        )
-        for step in config.ensemble_scheduling.step
+        _Step(_model_of(repository, s.model_name), dict(s.input_map), dict(s.output_map))
+        for s in config.ensemble_scheduling.step
     ]
-    cores = [step for step in steps if "python" not in _backend(step.config)]
-    if len(cores) != 1 or not (cores[0].folder / MODEL_FILE).is_file():
-        given = ", ".join(f"{step.model}: {_backend(step.config)}" for step in cores)
+    cores = [step for step in steps if step.model.backend != "python"]
+    files = [is_file(folder / MODEL_FILE) for step in cores for folder in step.model.served_folders]
+    if len(cores) != 1 or files[:1] != [True]:
+        given = ", ".join(f"{step.model.name}: {step.model.backend}" for step in cores)
         raise _refused(
             f"must have an ensemble of Python steps around one model with a file {MODEL_FILE}",
             given or "Python steps alone",
             "Export the model to ONNX; for several models start with `triptych new NAME chain`",
         )
-    known = {each.name for each in config.input}
-    steps.remove(cores[0])
+    (core,), known = cores, {each.name for each in config.input}
+    steps.remove(core)
     before = _in_order(steps, known)
-    known |= {*cores[0].outputs.values()} if known >= {*cores[0].inputs.values()} else set()
+    known |= {*core.outputs.values()} if known >= {*core.inputs.values()} else set()
     after = _in_order([step for step in steps if step not in before], known)
     missing = {each.name for each in config.output} - known
     if missing:
         raise _refused(
             "must have steps that make each output of the ensemble",
-            f"{', '.join(sorted(missing))} of {names[0]}",
+            f"{', '.join(sorted(missing))} of {ensemble.name}",
             "Correct the maps of its steps",
         )
-    return _Ensemble(names[0], config, before, cores[0], after)
+    graph = read_interface(core.folder / MODEL_FILE)
+    return _Ensemble(ensemble.name, config, before, core, graph, after)
 
 
-def _step_config(configs: Mapping[str, ModelConfig], name: str) -> ModelConfig:
-    config = configs.get(name)
-    if config is None or config.ensemble_scheduling.step:
-        found = "an ensemble" if config else "no config.pbtxt"
+def _model_of(repository: Repository, name: str) -> Model:
+    """Return the model of a step, which is no ensemble and answers each request once."""
+    model = repository.models.get(name)
+    if model is None or model.config is None or model.is_ensemble:
+        found = "no config.pbtxt" if model is None or model.config is None else "an ensemble"
         raise _refused("must have a model for each step", f"{name}: {found}", "Add its folder")
-    if config.model_transaction_policy.decoupled:
+    if model.backend == "python" and not model.served_folders:
+        given = f"{name}: no version that its policy serves"
+        raise _refused("must have the files of each step", given, "Add its folder")
+    if model.config.model_transaction_policy.decoupled:
         raise _refused(
             "must have steps with one answer for each request",
             f"{name}: decoupled",
             "A step that streams has no counterpart; text generation has its own tasks",
         )
-    return config
-
-
-def _backend(config: ModelConfig) -> str:
-    return str(config.backend or config.platform)
-
-
-def _newest_version(folder: Path) -> Path:
-    """Return the folder of the version that Triton serves by default."""
-    versions = [path for path in folder.glob("*") if path.is_dir() and path.name.isdigit()]
-    return max(versions, key=lambda path: int(path.name), default=folder / "1")
+    return model
 
 
 def _in_order(steps: Sequence[_Step], known: set[str]) -> list[_Step]:
@@ -227,14 +221,14 @@ def _in_order(steps: Sequence[_Step], known: set[str]) -> list[_Step]:
 def _write_template(ensemble: _Ensemble, target: Path) -> None:
     """Write the files of the pipeline, with the marks of a template."""
     core, steps = ensemble.core, [*ensemble.before, *ensemble.after]
-    beside = read_interface(core.folder / MODEL_FILE).weight_files
-    for name in (MODEL_FILE, *beside):
+    for name in (MODEL_FILE, *ensemble.graph.weight_files):
         shutil.copyfile(core.folder / name, target / name)
     for step in steps:
         unwanted = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(step.folder, target / STEPS / step.model / "1", ignore=unwanted)
-        text = MessageToJson(step.config, preserving_proto_field_name=True)
-        (target / STEPS / step.model / "config.json").write_text(text + "\n", encoding="utf-8")
+        place = target / STEPS / step.model.name
+        shutil.copytree(step.folder, place / "1", ignore=unwanted)
+        text = MessageToJson(step.model.config, preserving_proto_field_name=True)
+        (place / "config.json").write_text(text + "\n", encoding="utf-8")
     rows = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in _rows(ensemble.inputs))
     (target / TRAFFIC_FILE).write_text(rows, encoding="utf-8")
     if "samples/" in rows:
@@ -254,10 +248,11 @@ def _functions(ensemble: _Ensemble) -> str:
         return f"{{\n{''.join(lines)}}}"
 
     values: dict[str, Mapping[str, object] | list[str]] = {
-        "BEFORE": [step.model for step in ensemble.before],
-        "AFTER": [step.model for step in ensemble.after],
+        "BEFORE": [step.model.name for step in ensemble.before],
+        "AFTER": [step.model.name for step in ensemble.after],
         "TENSORS": {
-            step.model: [step.inputs, step.outputs] for step in (*ensemble.before, *ensemble.after)
+            step.model.name: [step.inputs, step.outputs]
+            for step in (*ensemble.before, *ensemble.after)
         },
         "INPUTS": {name: [each.name, _dtype(each)] for name, each in ensemble.inputs.items()},
         "CORE_INPUTS": ensemble.core.inputs,
@@ -322,15 +317,14 @@ def _rows(inputs: Mapping[str, ModelInput]) -> Iterator[dict[str, object]]:
 
 
 def _spec_lines(ensemble: _Ensemble) -> Iterator[str]:
-    core = ensemble.core
+    core, inputs = ensemble.core.model, ensemble.graph.inputs
     yield f"# @name@: Answers as the ensemble {ensemble.name}, which was written by hand."
     yield "# Every field: triptych fields --task model"
     yield f"# Try it: triptych infer @name@ --file @folder@/{TRAFFIC_FILE}"
     yield "task: model"
     yield "model:"
     yield f"  onnx: {MODEL_FILE}"
-    graph = read_interface(core.folder / MODEL_FILE)
-    free = {axis for each in graph.inputs for axis in each.row_axes if isinstance(axis, str)}
+    free = {axis for each in inputs for axis in each.row_axes if isinstance(axis, str)}
     yield from free_axes_text(sorted(free), {})
     yield "inputs:                      # check the types; bytes are the content of a file"
     for name, tensor in ensemble.inputs.items():
@@ -342,7 +336,7 @@ def _spec_lines(ensemble: _Ensemble) -> Iterator[str]:
         yield f"files: [{STEPS}]"
     if core.config.max_batch_size > 0:
         yield f"core: {{max_batch_size: {core.config.max_batch_size}}}"
-    if (count := sum(group.count or 1 for group in core.config.instance_group)) > 1:
+    if (count := sum(map(core.instances_of, core.config.instance_group))) > 1:
         yield f"serving: {{instances: {{core: {count}}}}}"
 
 
@@ -357,5 +351,5 @@ def _notes(steps: Sequence[_Step]) -> Iterator[str]:
         for file in sorted(step.folder.rglob("config.json")):
             text = file.read_text(encoding="utf-8", errors="replace")
             if found := re.search(r'"architectures": *\[\s*"(\w+)"', text):
-                yield f"# {step.model} has files of {found[1]}. A task of Triptych serves the"
+                yield f"# {step.model.name} has files of {found[1]}. A task of Triptych serves the"
                 yield "# checkpoint of such a model without functions: `triptych new --help`."
