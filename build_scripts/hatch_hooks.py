@@ -51,6 +51,8 @@ def modules_of(name: str, found: tuple[Path, ...] = ()) -> tuple[Path, ...]:
             module = f"{package}.{node.module}" if node.level else str(node.module)
             if module.startswith("triptych."):
                 found = modules_of(module, found)
+                for imported in node.names:  # a module of a package, or a name in a module
+                    found = modules_of(f"{module}.{imported.name}", found)
     return found
 
 

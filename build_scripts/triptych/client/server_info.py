@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from triptych.base.errors import UserError, closest
+from triptych.base.step_names import STEP_SUFFIXES
 from triptych.client.connection import read_target
 from triptych.client.errors import (
     InferenceError,
@@ -14,7 +15,6 @@ from triptych.client.errors import (
     ServerUnreachableError,
     status_error,
 )
-from triptych.spec.kind import STEP_SUFFIXES
 
 if TYPE_CHECKING:
     from tritonclient.grpc import service_pb2

@@ -15,10 +15,6 @@ MODEL = "model"
 """Name of the task whose specs are `model_fields.ModelSpec`."""
 
 
-STEP_SUFFIXES = ("_preprocess", "_core", "_postprocess")
-"""Ends of the names of a pipeline's steps, which no pipeline's own name has."""
-
-
 class Kind(Enum):
     """Kind of a pipeline: how its model computes, and so how it is built, checked and served."""
 

@@ -19,6 +19,7 @@ from pydantic_core import ErrorDetails
 
 from triptych.base.errors import UserError, closest
 from triptych.base.files import parse_yaml
+from triptych.base.step_names import STEP_SUFFIXES
 from triptych.models.fields import EncoderSource, Frozen
 from triptych.spec.fields import (
     Accuracy,
@@ -29,7 +30,7 @@ from triptych.spec.fields import (
     Serving,
     Tokenizer,
 )
-from triptych.spec.kind import GENERATION, STEP_SUFFIXES, TEXT2TEXT, Kind, kind_of_task
+from triptych.spec.kind import GENERATION, TEXT2TEXT, Kind, kind_of_task
 from triptych.spec.template import SPEC_FILE as SPEC_FILE
 from triptych.spec.tuned import TUNED_FILE, read_tuned
 
