@@ -506,6 +506,16 @@ def test_byte_code_and_linked_folders_are_a_difference(tmp_path: Path) -> None:
     assert "minilm_core/1/linked is not in the build manifest" in check(tmp_path)
 
 
+def test_byte_code_of_a_server_that_starts_at_the_same_time_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = write_pipeline(tmp_path, **ONNX) / "minilm_core/1/__pycache__"
+    # Called after the first removal, as the step of the other server is loaded.
+    monkeypatch.setattr(lock_check, "check_readable", lambda _: cache.mkdir())
+    assert lock_check.enforce(read_settings(repository=str(tmp_path)), None)
+    assert not cache.exists()
+
+
 def test_missing_instruction_sets_are_told_with_what_they_cost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,6 +39,10 @@ _MARKS = ("in_flight.py", "flow_control.py")
 _FORMAT = re.compile(r"^FORMAT = (\d+)$", re.MULTILINE)
 
 
+_CHECKS = 10
+"""Maximum number of checks while steps of a server that starts at the same time write byte code."""
+
+
 class ManifestProblem(NamedTuple):
     """Problem of one pipeline with its remedy; an error if the pipeline cannot be served."""
 
@@ -116,7 +120,11 @@ def enforce(settings: Settings, machine: Machine | None) -> bool:
     check_readable(settings.repository)
     if settings.lock_check == "off":
         return True
-    problems = check_repository(settings.repository, machine, hashes=settings.lock_hashes)
+    for _ in range(_CHECKS):
+        problems = check_repository(settings.repository, machine, hashes=settings.lock_hashes)
+        is_found = any(IS_BYTE_CODE in problem.line for problem in problems)
+        if not is_found or remove_byte_code(settings.repository):
+            break
     problems += _cut_off(settings.repository)
     for problem in problems:
         print(escape_for_terminal(str(problem)), file=sys.stderr, flush=True)
