@@ -5,9 +5,10 @@ Usage: ``python build_scripts/benchmarks/fuzz.py model_repository minilm --reque
 Over gRPC: wrong shapes, types, lengths, names and parameters, for the ensemble and for its steps;
 over HTTP: wrong bodies and headers. The attacks of `ATTACKS` go over both. Each request must end
 with a response or a status within its deadline, and the server must not crash. Behind Envoy no
-compressed request may reach a server, and no request for a step over HTTP. Requests of a client
-without retries may fail beside a string length that lies. The outcomes are counted; exit code 1 if
-one is a fault.
+compressed request may reach a server, and no request for a step over HTTP. A string length that
+lies fails its whole batch: requests of a client without retries may fail beside it, and those of
+this project's client where one lies beside each of their attempts. The outcomes are counted; exit
+code 1 if one is a fault.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from tritonclient.grpc.model_config_pb2 import DataType
 from benchmarks.harness import finish, make_parser
 from benchmarks.local_envoy import Addresses, envoy_of_repository
 from benchmarks.results import Table
-from triptych.client import Client
+from triptych.client import BatchFailedError, Client
 from triptych.client.wire import infer_request
 from triptych.container.manifests import find_pipelines
 from triptych.repository.config import CONFIG_FILE, read_config
@@ -344,7 +345,7 @@ def fuzz(
 def _is_fault(line: str, envoy: bool) -> bool:
     sender, _, outcome = line.partition(": ")
     if sender == "probe":
-        return outcome != "right"
+        return outcome not in ("right", BatchFailedError.__name__)
     if sender == "plain client":
         return False
     if envoy and sender in BEHIND_ENVOY:

@@ -231,6 +231,18 @@ def test_a_request_after_an_abandoned_burst_is_never_rejected(
     assert simulation.postprocess.requests() == 0
 
 
+def test_patient_requests_are_answered_among_many_whose_clients_have_left(simulate: Any) -> None:
+    """No further request comes, whose answer would prove that the others are lost."""
+    simulation = simulate()
+    simulation.send(Job())
+    simulation.run(1.0)
+    jobs = simulation.send(*(Job() for _ in range(900)))
+    patient = jobs[100::300]
+    simulation.leave(*(job for job in jobs if job not in patient))
+    simulation.run(100.0)
+    assert all(job.is_answered for job in patient)
+
+
 def test_requests_before_the_stop_are_admitted(simulate: Any) -> None:
     simulation = simulate(instances=2)
     busy, clock = simulation.flows[0], simulation.clock

@@ -26,7 +26,9 @@ client has left, the core has no work with it, because Triton drops it between t
 **Silence.** If the core has not answered for as long as a request usually takes, the requests in it
 may be lost, or the core stands still. Then the newest request is handed over, and some of those
 that come later. As long as nothing is answered, this is repeated, at first each time after twice as
-long. A stopping server hands over all that waits.
+long, and with one request more each time, up to a batch, so that a patient client does not wait
+behind hundreds whose clients have left. A core that has answered nothing yet gets one each time. A
+stopping server hands over all that waits.
 
 **Rejections.** A request is rejected with UNAVAILABLE and a time after which to retry if it cannot
 be answered within its Triton timeout, has waited for ``serving.queue.max_backlog_ms``, or if more
@@ -217,7 +219,7 @@ class FlowControl:
             chosen = self._choose(now, math.inf)
         elif self._waiting and requests and self._is_silent(now):
             self._probes, self._probed_at = self._probes + 1, now
-            chosen = [self._waiting.pop().job]
+            chosen = self._choose_probes()
         elif self._probed_at > self._answered_at:
             chosen = self._choose_new(now)
         else:
@@ -269,9 +271,19 @@ class FlowControl:
             chosen.append(job)
         return chosen
 
+    def _choose_probes(self) -> list[Any]:
+        """Take the newest jobs, one more each time since the last answer, up to a batch."""
+        rows, chosen = 0, list[Any]()
+        free = MARKS - PROBE_MARKS - len(self._handed_over)
+        most = min(self._probes if self._core_s else 1, free)
+        while self._waiting and len(chosen) < most and rows < self._batch_rows:
+            chosen.append(self._waiting.pop().job)
+            rows += chosen[-1].rows
+        return chosen
+
     def _choose_new(self, now: float) -> list[Any]:
         """Take jobs that came since the core was found silent, as few as it computes at once."""
-        rows = sum(each.rows for each in self._handed_over if each.at >= self._probed_at)
+        rows = sum(e.rows for e in self._handed_over if e.at - e.age_s >= self._probed_at)
         first, chosen = self._first_younger(now, now - self._probed_at), list[Any]()
         while len(self._waiting) > first and rows < self._batch_rows / 4:
             chosen.append(self._waiting.pop(first).job)
