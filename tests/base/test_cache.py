@@ -158,9 +158,6 @@ def test_the_cache_is_that_of_the_user(tmp_path: Path, monkeypatch: pytest.Monke
     assert cache_root() == tmp_path / "home/.cache/triptych"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache_root() == tmp_path / "xdg/triptych"
-    former = tmp_path / ".cache/triptych"
-    former.mkdir(parents=True)
-    assert cache_root() == former  # as an earlier release left it
     monkeypatch.setenv("TRIPTYCH_CACHE", "own")
     assert cache_root() == tmp_path / "own"
 

@@ -31,17 +31,13 @@ MINUTES_ONCE = "minutes on a slow machine, once ..."
 def cache_root() -> Path:
     """Return the folder of the cache: ``$TRIPTYCH_CACHE``, else that of the user.
 
-    That of the user is ``triptych`` in ``$XDG_CACHE_HOME``, by default ``~/.cache``. An existing
-    ``.cache/triptych`` in the working directory, as earlier releases wrote, is used before it.
+    That of the user is ``triptych`` in ``$XDG_CACHE_HOME``, by default ``~/.cache``.
 
     Raises:
         UserError: This user has no home folder, and no variable names one.
     """
     if given := os.environ.get(CACHE_VARIABLE):
         return Path(given).absolute()
-    former = Path(".cache", "triptych").absolute()
-    if former.is_dir():
-        return former
     named = Path(os.environ.get("XDG_CACHE_HOME") or expand_home("~/.cache"))
     if named.parts[0] == "~":
         raise UserError(

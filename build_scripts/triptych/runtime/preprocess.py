@@ -146,9 +146,7 @@ class Preprocess:
 
     def tensors(self, job: Job, core_rows: CoreRows) -> dict[str, NDArray[Any]]:
         """Return the tensors of a job for the core, and those that go past it."""
-        count, payload = core_rows.row_count, b""
-        if job.options or job.sample:
-            payload = make_payload(job.options, job.sample)
+        count, payload = core_rows.row_count, make_payload(job.options, job.sample)
         return {**core_rows.tensors, **write_ticket(self.ticket(job, count), payload, count)}
 
     def ticket(self, job: Job, count: int) -> Sequence[int]:

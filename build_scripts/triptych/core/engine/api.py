@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from triptych.base.errors import UserError
 from triptych.base.extras import install_command
+from triptych.container.machine import version_numbers
 from triptych.spec.engine_plan import EnginePlan
 
 if TYPE_CHECKING:
@@ -105,8 +106,8 @@ def installed_rtx_version() -> str:
 
 def nearest_capability(compute_capability: str) -> str:
     """Return the newest known compute capability that is not newer than this; else the oldest."""
-    wanted = _numbers(compute_capability)
-    older = [one for one in COMPUTE_CAPABILITIES if _numbers(one) <= wanted]
+    wanted = version_numbers(compute_capability)
+    older = [one for one in COMPUTE_CAPABILITIES if version_numbers(one) <= wanted]
     return older[-1] if older else COMPUTE_CAPABILITIES[0]
 
 
@@ -147,7 +148,3 @@ class RtxApi(Api):
         config.num_compute_capabilities = 1
         member = f"SM{self._target.replace('.', '')}"
         config.set_compute_capability(getattr(self.trt.ComputeCapability, member), 0)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("."))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from triptych.base.cache import sha256_of as hash_file
 from triptych.base.releases import TENSORRT_VERSIONS, Release, releases_with, tensorrt_major
+from triptych.container.machine import version_numbers
 from triptych.repository.lint.ensemble import Wiring, wirings
 from triptych.repository.lint.snapshot import Flaw, Model, Repository, enum_name, error, names
 from triptych.spec.engine_plan import Dims, EnginePlan, ShapeRange
@@ -198,11 +199,11 @@ def _obstacle(built: str, triton: Release, *, compatible: bool) -> str:
     if major is None or (exact is not None and _same(exact, built)):
         return ""
     there, newer = f"Triton {triton} has {exact}", "none loads one of a newer release"
-    if exact is not None and _numbers(built) > _numbers(exact):
+    if exact is not None and version_numbers(built) > version_numbers(exact):
         return f"{there}, and {newer}"
     if exact is not None and not compatible:
         return f"{there}, and it is not version compatible"
-    own, there = _numbers(built)[0], f"Triton {triton} has TensorRT {major}"
+    own, there = version_numbers(built)[0], f"Triton {triton} has TensorRT {major}"
     if own > major:
         return f"{there}, and {newer}"
     if own < major and not compatible:
@@ -212,8 +213,4 @@ def _obstacle(built: str, triton: Release, *, compatible: bool) -> str:
 
 def _same(one: str, other: str) -> bool:
     """Return whether two versions agree as far as both are known: ``11.2.1`` and ``11.2.1.2``."""
-    return all(a == b for a, b in zip(_numbers(one), _numbers(other), strict=False))
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("."))
+    return all(a == b for a, b in zip(version_numbers(one), version_numbers(other), strict=False))
