@@ -25,7 +25,7 @@ from benchmarks.harness import (
 )  # fmt: skip
 from benchmarks.model import CACHE, PIPELINE, build, cosines, reference, traffic_texts
 from benchmarks.servers import Ensemble, HttpServer, make_http_servers
-from triptych.repository.manifest import EncoderManifest, read_manifest
+from triptych.repository.manifest import CompiledManifest, read_manifest
 from triptych.serving.bench.perf_analyzer import LoadError
 from triptych.tasks.accuracy import TOLERANCES, thresholds
 from triptych.tasks.catalog import TASKS
@@ -141,7 +141,7 @@ def _build_precision(precision: str, *, per_core: bool = False) -> System:
         overrides += [f"serving.instances.core={cores}", "core.threads=1"]
     folder = f"packed-{precision}" + ("-per-core" if per_core else "")
     repository = build(CACHE / folder, *overrides)
-    built = read_manifest(repository, _NAME, EncoderManifest).gate.precision
+    built = read_manifest(repository, _NAME, CompiledManifest).gate.precision
     name = f"triptych, {precision}" + (f": {built}" if built != precision else "")
     name += ", one core instance for each processor core" if per_core else ""
     limit = None

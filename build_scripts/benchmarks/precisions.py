@@ -25,7 +25,7 @@ from triptych.core.gate.cached import Gate
 from triptych.core.inputs import PipelineInputs, read_inputs
 from triptych.core.precision.layer_exclusion import ConvertedCore, convert_with_exclusions
 from triptych.core.requests import Feed, core_feed
-from triptych.repository.manifest import EncoderManifest, read_manifest
+from triptych.repository.manifest import CompiledManifest, read_manifest
 from triptych.repository.records import Conversion
 from triptych.spec.backends import Precision
 from triptych.spec.spec import load_spec
@@ -133,7 +133,7 @@ def _parse() -> argparse.Namespace:
 def _find_source(inputs: PipelineInputs) -> tuple[Path, str]:
     """Build the pipeline; return the fp32 core and its key."""
     repository = build(CACHE / "precisions")
-    manifest = read_manifest(repository, PIPELINE.name, EncoderManifest)
+    manifest = read_manifest(repository, PIPELINE.name, CompiledManifest)
     return repository / inputs.plan.step("core") / "1" / MODEL_FILE, manifest.source_key
 
 

@@ -29,7 +29,7 @@ from triptych.runtime.counters import RowTokens
 from triptych.spec.field_table import as_prose, describe_fields, first_sentence
 from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
 from triptych.spec.model_fields import ModelSpec
-from triptych.spec.spec import PipelineSpec
+from triptych.spec.spec import EncoderSpec
 from triptych.tasks.accuracy import METRICS, TOLERANCES, probe_limits, thresholds
 from triptych.tasks.catalog import TASKS
 from triptych.tasks.task import Task
@@ -286,7 +286,7 @@ def _list_families(families: Iterable[Family]) -> str:
 # --- pages
 
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
-    "fields of encoders": (f"{GUIDES}/fields.md", lambda: list_fields(PipelineSpec)),
+    "fields of encoders": (f"{GUIDES}/fields.md", lambda: list_fields(EncoderSpec)),
     "fields of own models": (f"{GUIDES}/fields.md", list_own_fields),
     "fields of text-generation": (f"{GUIDES}/fields.md", lambda: list_fields(GenerationSpec)),
     "fields of text2text-generation": (f"{GUIDES}/fields.md", lambda: list_fields(Text2TextSpec)),

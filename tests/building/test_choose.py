@@ -23,7 +23,7 @@ from triptych.container.processor import find_instruction_sets, sets_for
 from triptych.core.engine.stage import EngineFailure
 from triptych.core.gate.cached import GateFailure
 from triptych.core.inputs import PipelineInputs, read_inputs
-from triptych.repository.manifest import EncoderManifest, read_manifest
+from triptych.repository.manifest import CompiledManifest, read_manifest
 from triptych.repository.records import GateResult
 from triptych.serving.bench import perf_analyzer
 from triptych.serving.bench.perf_analyzer import LoadError, LoadResult
@@ -157,7 +157,7 @@ def test_without_a_backend_in_the_spec_backends_are_compared(
     trials = {trial.label: trial for trial in build(inputs, repository, quiet).gate.candidates}
     assert tuple(trials) == (*CANDIDATES, "openvino fp32", "openvino bf16", "openvino int8")
     assert trials["openvino bf16"].status == "chosen"
-    manifest = read_manifest(repository, "tiny", EncoderManifest)
+    manifest = read_manifest(repository, "tiny", CompiledManifest)
     core = manifest.spec.core
     assert (core.backend, core.precision, manifest.plan.layout) == ("openvino", "bf16", "bucketed")
     assert manifest.spec.serving.instances.core == len(os.sched_getaffinity(0))

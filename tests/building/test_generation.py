@@ -49,7 +49,7 @@ from triptych.deploy.targets import make_manifests
 from triptych.interface.cli import app
 from triptych.interface.cli.plan_text import describe_text_generation
 from triptych.repository.lint.checks import run_checks
-from triptych.repository.manifest import EncoderManifest, read_manifest
+from triptych.repository.manifest import CompiledManifest, read_manifest
 from triptych.serving.bench import measure as measuring
 from triptych.serving.bench.bench import Bench, BenchOptions
 from triptych.serving.bench.measure import NO_ANSWER, STREAM_ERROR
@@ -100,7 +100,7 @@ def slow(server: Server) -> Iterator[Streams]:
 def test_what_was_built_is_in_order(repository: Path) -> None:
     assert run_checks(repository) == []
     assert check_repository(repository, None) == []
-    check_refused("is not supported by this", read_manifest, repository, "quick", EncoderManifest)
+    check_refused("is not supported by this", read_manifest, repository, "quick", CompiledManifest)
     lock = json.loads((repository / "quick/triptych.lock.json").read_bytes())
     assert list(lock["adapters"]) == ["terse"]
     inputs = read_generation(load_generation_spec(repository.parent / "quick"), quiet)

@@ -33,7 +33,7 @@ from triptych.building.own_checks import check_own_pipeline
 from triptych.client import Client, InferenceError, InvalidRequestError
 from triptych.core.gate.cached import Gate
 from triptych.core.own_inputs import read_own_inputs
-from triptych.repository.manifest import EncoderManifest, read_manifest
+from triptych.repository.manifest import CompiledManifest, read_manifest
 from triptych.repository.sharing import check_sharers
 from triptych.runtime.in_flight import PREFIX_VARIABLE, InFlight
 from triptych.runtime.own_step import pack_arrays, unpack_arrays
@@ -155,7 +155,7 @@ def test_models_of_one_step_share_their_arrays(base: Path, server: Any) -> None:
     ]
     config = (base / "repository/cores.classes_core/config.pbtxt").read_text()
     assert "count: 2" in config
-    manifest = read_manifest(base / "repository", "cores", EncoderManifest)
+    manifest = read_manifest(base / "repository", "cores", CompiledManifest)
     precisions = {name: core.precision for name, core in manifest.cores.items()}
     assert precisions == {"vectors": "fp32", "classes": "fp32", "risks": "int8"}
 

@@ -13,7 +13,7 @@ from triptych.core.gate.cached import GateFailure
 from triptych.core.inputs import read_inputs
 from triptych.repository.config import space_of
 from triptych.repository.history import rollback
-from triptych.repository.manifest import EncoderManifest, build_id, read_manifest
+from triptych.repository.manifest import CompiledManifest, build_id, read_manifest
 from triptych.repository.store import history_folder
 from triptych.serving.server import check_and_make_flags
 from triptych.spec.scaffold import scaffold
@@ -46,7 +46,7 @@ def test_a_pair_has_one_space_and_is_built_served_and_restored_as_one(
     first = {
         name: build_into(pipelines / name, repository).gate.pair for name in (TEXT, IMAGE, TEXT)
     }
-    spaces = {name: read_manifest(repository, name, EncoderManifest).space for name in first}
+    spaces = {name: read_manifest(repository, name, CompiledManifest).space for name in first}
     assert len({*spaces.values()}) == 1
     assert spaces[TEXT].startswith("CLIPModel ")
     for pair in first.values():

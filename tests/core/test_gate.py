@@ -34,7 +34,7 @@ from triptych.core.gate_rows import Variety, measure_diversity, probe_texts
 from triptych.core.requests import GateRequest, Sample
 from triptych.repository.records import GateResult, ProbeResult, Verdict, plain_record, read_record
 from triptych.spec.backends import Precision
-from triptych.spec.spec import PipelineSpec
+from triptych.spec.spec import EncoderSpec
 from triptych.tasks.accuracy import (
     METRICS,
     above_rounding,
@@ -387,7 +387,7 @@ def test_the_remedy_fits_what_was_asked_for() -> None:
     )
     for precision, fields, words, other in cases:
         given = {"name": "p", "task": "text-embedding", "model": {"source": "m"}, **fields}
-        plan: Any = SimpleNamespace(spec=PipelineSpec.model_validate(given))
+        plan: Any = SimpleNamespace(spec=EncoderSpec.model_validate(given))
         gate = GateResult(precision, 1, 0, True, verdicts, ("bad",), ())
         message = str(GateFailure("p", gate, plan))
         assert message.startswith("p failed the accuracy gate: bad. ")

@@ -38,7 +38,7 @@ from triptych.core.requests import (
     write_samples,
 )
 from triptych.interface.cli.plan_text import describe_plan
-from triptych.repository.manifest import EncoderManifest, read_manifest
+from triptych.repository.manifest import CompiledManifest, read_manifest
 from triptych.runtime.row_metadata import unpack_metadata
 from triptych.spec.spec import load_spec
 from triptych.spec.tuned import Tuned, write_tuned
@@ -405,7 +405,7 @@ def test_a_limit_below_pytorchs_own_rounding_stops_no_build(
     for name in ("words", "vocabulary_share", "near_duplicates"):
         del lock["traffic"][name]
     write_lock(repository, "noisy", lock)
-    old = read_manifest(repository, "noisy", EncoderManifest)
+    old = read_manifest(repository, "noisy", CompiledManifest)
     assert (old.gate.rounding, old.gate.probe) == (None, None)
     assert old.gate.verdicts == gate.verdicts
 

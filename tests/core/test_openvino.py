@@ -19,7 +19,7 @@ from triptych.container.processor import FP32_LIMIT, find_instruction_sets, sets
 from triptych.core.gate.runs import open_core, run_rows
 from triptych.core.inputs import read_inputs
 from triptych.core.requests import rows_of
-from triptych.repository.manifest import EncoderManifest, read_manifest
+from triptych.repository.manifest import CompiledManifest, read_manifest
 from triptych.spec.spec import load_spec
 
 pytestmark = pytest.mark.build
@@ -33,7 +33,7 @@ print(compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name())
 """
 
 
-def built(folder: Path, model: Path, **core: Any) -> EncoderManifest:
+def built(folder: Path, model: Path, **core: Any) -> CompiledManifest:
     pipeline = write_pipeline(
         folder / "tiny",
         model={"source": str(model)},
@@ -41,7 +41,7 @@ def built(folder: Path, model: Path, **core: Any) -> EncoderManifest:
         accuracy={"min_cosine": 0.9, "max_difference": 0.2},  # of random weights
     )
     build_into(pipeline, folder / "repository")
-    return read_manifest(folder / "repository", "tiny", EncoderManifest)
+    return read_manifest(folder / "repository", "tiny", CompiledManifest)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int8"])

@@ -16,7 +16,7 @@ from triptych.operate.tune.results import LOOKS, compare_scores, format_scores
 from triptych.operate.tune.tune import measured_costs
 from triptych.serving.bench.results import Measurement
 from triptych.spec.slo import Slo
-from triptych.spec.spec import PipelineSpec
+from triptych.spec.spec import EncoderSpec
 from triptych.spec.tuned import TUNABLE
 
 TRIALS = 400
@@ -143,7 +143,7 @@ def test_a_field_is_tried_where_what_was_seen_speaks_for_it() -> None:
     waiting = evidence()
     spec = waiting.plan.spec.model_dump()
     spec["serving"]["queue"]["max_delay_us"] = 400
-    waiting.plan.spec = PipelineSpec.model_validate(spec)
+    waiting.plan.spec = EncoderSpec.model_validate(spec)
     found = found_for(DELAY, waiting)
     assert (found.values, found.others) == ((0, 100), (800,))
 

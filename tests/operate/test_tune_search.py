@@ -20,7 +20,7 @@ from triptych.operate.tune.objective import GoodputObjective, LoadFailed, Scored
 from triptych.operate.tune.search import Search, TrialCache
 from triptych.serving.bench.results import Measurement, Streamed, Times
 from triptych.spec.slo import GenerationSlo
-from triptych.spec.spec import PipelineSpec, load_spec
+from triptych.spec.spec import EncoderSpec, load_spec
 from triptych.spec.tuned import TUNABLE, read_tuned
 
 PROMISE = GenerationSlo(e2e_p99="1s")
@@ -36,7 +36,7 @@ def plan(overrides: Mapping[str, Any]) -> Any:
         for part in parents:
             node = node[part]
         node[last] = value
-    made: Any = SimpleNamespace(**{**vars(usual), "spec": PipelineSpec.model_validate(spec)})
+    made: Any = SimpleNamespace(**{**vars(usual), "spec": EncoderSpec.model_validate(spec)})
     made.layout = made.spec.core.layout
     return made
 

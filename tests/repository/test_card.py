@@ -18,7 +18,7 @@ from triptych.repository.manifest import build_id
 from triptych.repository.render import Content
 from triptych.repository.store import write_models
 from triptych.spec.plan import make_plan
-from triptych.spec.spec import PipelineSpec
+from triptych.spec.spec import EncoderSpec
 from triptych.spec.traffic import Lengths
 from triptych.tasks.catalog import TASKS
 
@@ -72,7 +72,7 @@ def test_the_calls_of_a_card_are_answered(
 @pytest.mark.parametrize("task", TASKS)
 def test_a_card_has_calls_tensors_and_labels_of_its_task(task: str) -> None:
     source = {"source": "../../models/my-model"}
-    spec = PipelineSpec.model_validate({"name": "mine", "task": task, "model": source})
+    spec = EncoderSpec.model_validate({"name": "mine", "task": task, "model": source})
     info = facts(labels=("good", "bad|worse"), mask_token="[MASK]", mask_token_id=103)
     lengths = None if task == "image-classification" else Lengths.of([8, 16, 32], max_length=256)
     rules = TASKS[task].parameters(info)

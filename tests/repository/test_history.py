@@ -137,9 +137,9 @@ def test_a_kept_build_that_names_files_elsewhere_is_refused(
 
 def test_the_command_lists_and_puts_back(repository: Path) -> None:
     first = build_id(repository, "tiny")
-    promise = "p99 <= 50 ms holds up to 7/s."
+    limit = "p99 <= 50 ms holds up to 7/s."
     (repository / "tiny/BENCH.md").write_text(
-        f"# Speed of tiny\n\nBest: 9/s at 1 client.\n\n{promise}\n\n| load |\n| --- |\n"
+        f"# Speed of tiny\n\nBest: 9/s at 1 client.\n\n{limit}\n\n| load |\n| --- |\n"
     )
     verdicts = [
         {"metric": "mean_cosine", "value": 0.99984, "limit": 0.999},
@@ -157,11 +157,11 @@ def test_the_command_lists_and_puts_back(repository: Path) -> None:
     assert [build["build"] for build in listed["builds"]] == [second, first]
     figures = "passed, mean_cosine 0.9998 (limit 0.999), edge_error 0.0012 (limit 0.02)"
     assert [build["gate"] for build in listed["builds"]] == [figures, "passed"]
-    assert [build["promise"] for build in listed["builds"]] == ["", promise]
+    assert [build["slo"] for build in listed["builds"]] == ["", limit]
     assert [bool(build["replaced_at"]) for build in listed["builds"]] == [False, True]
     shown = run("history", "tiny")
     assert f"{first[:12]}  built 2026-01-01T00:00:01 UTC, replaced " in shown
-    assert f"fp32, passed\n  bench: 9/s at 1 client.\n  {promise}\n" in shown
+    assert f"fp32, passed\n  bench: 9/s at 1 client.\n  {limit}\n" in shown
     assert "1 replaced build in " in shown
     assert f"build {first[:12]} is active again" in run("rollback", "tiny")
     assert "is already active" in run("rollback", "tiny", first[:12])

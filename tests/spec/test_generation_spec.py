@@ -28,7 +28,7 @@ from triptych.interface.cli.plan_text import describe_text_generation
 from triptych.models.fields import ModelSource
 from triptych.repository.manifest import (
     BuildManifest,
-    EncoderManifest,
+    CompiledManifest,
     TextManifest,
     find_manifest,
     read_manifest,
@@ -242,7 +242,7 @@ def test_the_manifest_of_generated_text_is_read_back(
     previous = read_manifest(tmp_path, "chat", TextManifest)
     assert with_time_of(later, previous) == manifest
     assert with_time_of(replace(later, files={}), previous).built_at == later.built_at
-    other = EncoderManifest
+    other = CompiledManifest
     check_refused("is not supported by this command", read_manifest, tmp_path, "chat", other)
     spec = {**plain["spec"], "core": {"backend": "x"}}
     for change, words in (

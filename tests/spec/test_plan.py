@@ -17,7 +17,7 @@ from tests.support.project import LAYOUTS, write_pipeline
 from triptych.base.tensors import INPUT_IDS, ROW_LENGTH, ROW_OFFSET, TokenRow
 from triptych.core.requests import core_feed
 from triptych.models.info import ImageInfo
-from triptych.repository.manifest import EncoderManifest, read_manifest
+from triptych.repository.manifest import CompiledManifest, read_manifest
 from triptych.spec.engine_plan import MAX_GRAPHS, EnginePlan, RowCost, row_cost
 from triptych.spec.padded_lengths import bucket_of, choose_edges
 from triptych.spec.plan import Plan, batch_mib, make_plan
@@ -247,7 +247,7 @@ def test_a_batch_takes_the_memory_that_was_predicted_and_returns_it(
     raises the threshold and sometimes keeps a fifth of a batch, which ONNX Runtime has released.
     """
     name = f"minilm_{layout}"
-    plan = read_manifest(minilm_repository, name, EncoderManifest).plan
+    plan = read_manifest(minilm_repository, name, CompiledManifest).plan
     assert plan.batch_mib is not None
     row = TokenRow(tuple(range(1000, 1000 + plan.max_length)), plan.max_length)
     inputs = (INPUT_IDS, ROW_LENGTH, *([ROW_OFFSET] if layout == "packed" else []))

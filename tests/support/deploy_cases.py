@@ -18,7 +18,7 @@ from triptych.deploy.context import Manifests
 from triptych.deploy.folder import write_manifests
 from triptych.deploy.options import DeployOptions
 from triptych.repository.manifest import (
-    EncoderManifest,
+    CompiledManifest,
     PlanRecord,
     TextManifest,
     TextPlanRecord,
@@ -73,7 +73,7 @@ def write_built(
     fields.setdefault("serving", {"slo": PROMISE})
     spec = load_spec(write_pipeline(folder / "pipelines" / name, **fields))
     plan = PlanRecord("packed", "", 256, (), 32, Core("AutoModel", "row", "vector", ()), None)
-    lock = EncoderManifest(
+    lock = CompiledManifest(
         built_at="2026-01-01T00:00:00+00:00",
         spec=spec,
         model_sha256="2" * 64,

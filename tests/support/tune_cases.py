@@ -10,7 +10,7 @@ from triptych.operate.tune.kinds import Setting
 from triptych.operate.tune.objective import ScoredRound
 from triptych.operate.tune.search import Search, TrialCache
 from triptych.serving.bench.results import Measurement, StepUse
-from triptych.spec.spec import PipelineSpec
+from triptych.spec.spec import EncoderSpec
 
 
 def step(name: str, *, busy: float | None, batch: int = 4) -> StepUse:
@@ -39,7 +39,7 @@ def measurement(rate: float, p99_us: float = 1e3, **fields: Any) -> Measurement:
 def evidence(one: Measurement | None = None, cores: int = 2, **fields: Any) -> Observation[Any]:
     """Of a pipeline with the defaults; `fields` are those of its core."""
     named = {"name": "texts", "folder": Path(), "task": "text-embedding"}
-    spec = PipelineSpec.model_validate({**named, "model": {"source": "x"}, "core": fields})
+    spec = EncoderSpec.model_validate({**named, "model": {"source": "x"}, "core": fields})
     plan: Any = SimpleNamespace(
         spec=spec,
         layout="packed" if spec.core.layout == "auto" else spec.core.layout,

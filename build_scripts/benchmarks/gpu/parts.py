@@ -34,7 +34,7 @@ from triptych.client import Client
 from triptych.container.serving_machine import find_machine, parse_machine, variants_in
 from triptych.core.engine.stage import EngineFailure
 from triptych.core.engine.stage import build_engine as engine_stage
-from triptych.repository.manifest import EncoderManifest, read_manifest
+from triptych.repository.manifest import CompiledManifest, read_manifest
 from triptych.repository.records import plain_record
 from triptych.serving.bench.perf_analyzer import RequestForm
 from triptych.serving.bench.results import OfferedLoad
@@ -206,7 +206,7 @@ def _build(pipeline: GpuPipeline, result: Result) -> None:
     options = BuildOptions(repository=pipeline.repository, progress=progress, accept=ACCEPTED)
     with suppress(EngineFailure):  # the graph exists then, and the next part reports the engine
         build(CompiledStages(), pipeline.inputs, options)
-    built = read_manifest(pipeline.repository, pipeline.name, EncoderManifest)
+    built = read_manifest(pipeline.repository, pipeline.name, CompiledManifest)
     result.data["gate"] = [*built.gate.failures]
     if built.plan.layout != pipeline.layout:
         raise RuntimeError(f"was built {built.plan.layout} instead: {built.plan.not_packed_reason}")
@@ -245,7 +245,7 @@ def _time(
 
 def list_variants(pipeline: GpuPipeline) -> list[str]:
     """Return the plan of a plain server, and the plans for machines not larger than this one."""
-    built = read_manifest(pipeline.repository, pipeline.name, EncoderManifest)
+    built = read_manifest(pipeline.repository, pipeline.name, CompiledManifest)
     found = find_machine()
     names = sorted(variants_in(built.files), key=lambda name: parse_machine(name).order)
     return [AS_GENERATED, *(name for name in names if parse_machine(name).is_within(found))]

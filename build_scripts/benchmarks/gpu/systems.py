@@ -21,7 +21,7 @@ from triptych.base.tensors import TokenRow
 from triptych.core.engine.runner import EngineRunner
 from triptych.core.requests import Feed, core_feed
 from triptych.models.loading import load_model
-from triptych.repository.manifest import PLAN_FILE, EncoderManifest, read_manifest
+from triptych.repository.manifest import PLAN_FILE, CompiledManifest, read_manifest
 from triptych.spec.padded_lengths import bucket_of
 from triptych.spec.plan import Plan
 
@@ -113,7 +113,7 @@ def open_engine(pipeline: GpuPipeline) -> Prepare:
     Raises:
         EngineError: The GPU refuses the engine.
     """
-    built = read_manifest(pipeline.repository, pipeline.name, EncoderManifest).plan.engine
+    built = read_manifest(pipeline.repository, pipeline.name, CompiledManifest).plan.engine
     assert built is not None, f"{pipeline.name} has a core without an engine"
     plan, every = pipeline.inputs.plan, pipeline.rows
     runner = EngineRunner(

@@ -27,7 +27,7 @@ from triptych.core.gate.cached import GateFailure
 from triptych.core.inputs import PipelineInputs
 from triptych.core.precision.stage import CheckedCore, full_precision, lower_precision
 from triptych.core.requests import hash_requests
-from triptych.repository.manifest import EncoderManifest, read_manifest
+from triptych.repository.manifest import CompiledManifest, read_manifest
 from triptych.repository.records import GateResult, PrecisionTrial, plain_record, read_record
 from triptych.repository.store import sibling_work_dir
 from triptych.serving.bench import perf_analyzer
@@ -313,7 +313,7 @@ def _measure(
     key: dict[str, object] = {
         # The files of a repository decide everything that is served and measured.
         "files": {
-            precision: dict(read_manifest(path, name, EncoderManifest).files)
+            precision: dict(read_manifest(path, name, CompiledManifest).files)
             for precision, path in repositories.items()
         },
         "requests": hash_requests(inputs.requests),

@@ -41,8 +41,8 @@ from triptych.repository.card import CARD_FILE, render_card
 from triptych.repository.config import space_of
 from triptych.repository.manifest import (
     MANIFEST_FILE,
+    CompiledManifest,
     CoreRecord,
-    EncoderManifest,
     find_manifest,
     planned_engine,
     record_plan,
@@ -150,7 +150,7 @@ class CompiledStages:
         files[f"{name}/{CARD_FILE}"] = render_card(
             plan, model.gate, license=license, unpacked=model.not_packed_reason
         )
-        previous = find_manifest(repository, name, EncoderManifest)
+        previous = find_manifest(repository, name, CompiledManifest)
         # The hashes are of the graph that the gate ran: `serve` rejects a file changed since then.
         graph = {
             f"{each.plan.step('core')}/1/{part}": digest
@@ -169,7 +169,7 @@ class CompiledStages:
             dry_run = _dry_run(model, previous, progress)
         variety = measure_diversity(model.inputs.requests)
         manifest = with_time_of(
-            EncoderManifest(
+            CompiledManifest(
                 spec=plan.spec,
                 model_sha256=plan.info.sha256,
                 architecture=plan.info.architecture,
@@ -241,7 +241,7 @@ def _instruction_sets(core: CheckedCore) -> tuple[str, ...]:
 
 
 def _dry_run(
-    core: CheckedCore, previous: EncoderManifest | None, progress: Progress
+    core: CheckedCore, previous: CompiledManifest | None, progress: Progress
 ) -> DryRun | None:
     """Build the engine in a dry run, for the GPU of the previous build.
 

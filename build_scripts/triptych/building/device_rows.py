@@ -38,7 +38,7 @@ from triptych.core.inputs import PipelineInputs
 from triptych.core.precision.stage import CheckedCore
 from triptych.core.requests import GateRequest, hash_requests
 from triptych.repository.lint.device import find_passed_checks
-from triptych.repository.manifest import EncoderManifest
+from triptych.repository.manifest import CompiledManifest
 from triptych.repository.render import make_request
 from triptych.serving.device import find_emulated_release
 
@@ -98,7 +98,7 @@ def write_device_rows(core: CheckedCore, progress: Progress) -> Path | None:
     return file if file.stat().st_size else None
 
 
-def keep_passed_gate(manifest: EncoderManifest, progress: Progress) -> None:
+def keep_passed_gate(manifest: CompiledManifest, progress: Progress) -> None:
     """Keep that this device checked a build, if emulated backends run its core as the gate did."""
     name, device = manifest.spec.name, _device()
     if manifest.spec.core.device == "cpu" and f"{name}/{ROWS_FILE}" in manifest.files:

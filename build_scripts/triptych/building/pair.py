@@ -20,7 +20,7 @@ from triptych.core.inputs import PipelineInputs, read_inputs
 from triptych.core.precision.stage import CheckedCore
 from triptych.core.requests import rows_of
 from triptych.repository.config import space_of
-from triptych.repository.manifest import EncoderManifest, find_manifest
+from triptych.repository.manifest import CompiledManifest, find_manifest
 from triptych.repository.records import ProbeResult
 from triptych.spec.model_fields import is_own
 from triptych.spec.spec import load_spec
@@ -58,7 +58,7 @@ def read_pair(inputs: PipelineInputs, options: BuildOptions) -> PipelineInputs |
                 given=f"{other or 'none'} in {folder.name}, here {space}",
                 remedy="Set model.source, pair_with and parameters.dimensions alike in both",
             )
-    built = find_manifest(options.repository, spec.pair_with, EncoderManifest)
+    built = find_manifest(options.repository, spec.pair_with, CompiledManifest)
     later = options.built_after is None or spec.pair_with in options.built_after
     if built is not None and built.space != space and not later:
         raise UserError(
@@ -83,7 +83,7 @@ def compare_with_pair(
             accepted.
     """
     name, gate, inputs = pair.plan.spec.name, core.gate, core.inputs
-    built = find_manifest(options.repository, name, EncoderManifest)
+    built = find_manifest(options.repository, name, CompiledManifest)
     file = options.repository / pair.plan.step("core") / "1" / MODEL_FILE
     precision, run = gate.precision, None
     if built is not None and built.space == space_of(core.plan) and file.is_file():

@@ -27,7 +27,7 @@ from triptych.serving.bench.results import BenchResult
 from triptych.spec.any_spec import AnySpec
 from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec, TextSpec
 from triptych.spec.model_fields import CompiledSpec, ModelSpec
-from triptych.spec.spec import PipelineSpec
+from triptych.spec.spec import EncoderSpec
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ AnyPipeline = (
 def open_pipeline(spec: AnySpec) -> AnyPipeline:
     """Return the pipeline of a spec, whose class decides the kind."""
     match spec:
-        case PipelineSpec() | ModelSpec():
+        case EncoderSpec() | ModelSpec():
             return OpenPipeline(CompiledStages(), spec)
         case GenerationSpec() | Text2TextSpec():
             return OpenPipeline(GeneratingStages(), spec)

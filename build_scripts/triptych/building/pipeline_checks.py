@@ -45,7 +45,7 @@ from triptych.runtime.hooking import (
 )
 from triptych.runtime.request_errors import RequestError
 from triptych.spec.model_fields import files_of
-from triptych.spec.spec import PipelineSpec
+from triptych.spec.spec import EncoderSpec
 from triptych.spec.traffic import TRAFFIC_FILE, read_traffic
 from triptych.tasks.task import Task
 
@@ -107,7 +107,7 @@ class Check:
         }
 
 
-def check_pipeline(spec: PipelineSpec) -> list[Check]:
+def check_pipeline(spec: EncoderSpec) -> list[Check]:
     """Check everything in a pipeline's folder that needs neither the model nor a server.
 
     Raises:
@@ -135,7 +135,7 @@ def check_pipeline(spec: PipelineSpec) -> list[Check]:
     return checks
 
 
-def _read_model(spec: PipelineSpec, task: Task) -> tuple[Sequence[str], Path | None]:
+def _read_model(spec: EncoderSpec, task: Task) -> tuple[Sequence[str], Path | None]:
     """Return labels and tokenizer of the model, without its weights, if `setup` may read them.
 
     Raises:

@@ -23,7 +23,7 @@ from triptych.models.roles import QUERY
 from triptych.models.source import locate, read_model
 from triptych.models.tokenizer import OTHER_TOKENIZER
 from triptych.repository.config_text import check_config_texts
-from triptych.repository.manifest import EncoderManifest, find_manifest
+from triptych.repository.manifest import CompiledManifest, find_manifest
 from triptych.runtime.hooking import (
     HOOKS_FILE,
     REDACT,
@@ -39,7 +39,7 @@ from triptych.spec.fields import TRITON_AS_NONE, CoreSettings
 from triptych.spec.model_fields import CompiledSpec, files_of, is_own
 from triptych.spec.own_task import own_task
 from triptych.spec.plan import Layout, Plan, make_plan, max_length_of
-from triptych.spec.spec import SPEC_FILE, PipelineSpec
+from triptych.spec.spec import SPEC_FILE, EncoderSpec
 from triptych.spec.traffic import TRAFFIC_FILE, TrafficRow, read_traffic
 from triptych.spec.tuned import Tuned, describe_tuned, read_tuned
 from triptych.tasks.catalog import find_task, text_classification, text_embedding
@@ -145,7 +145,7 @@ class PipelineInputs:
         changed = replace(old, spec=spec)
         asked = replace(changed, spec=changed.asked).encoder_spec  # it is placed again
         plan = make_plan(asked, old.info, old.task, old.parameters, old.lengths, layout=layout)
-        return replace(self, plan=replace(plan, gives_inputs=old.gives_inputs))
+        return replace(self, plan=replace(plan, forwards_inputs=old.forwards_inputs))
 
     def with_core_instances(self, count: int) -> PipelineInputs:
         """Return the inputs with at least `count` instances of the core."""
@@ -162,7 +162,7 @@ class PipelineInputs:
         Both may differ from the spec's: not every model can be packed, and ``precision: auto``
         compares backends.
         """
-        manifest = find_manifest(repository, self.plan.spec.name, EncoderManifest)
+        manifest = find_manifest(repository, self.plan.spec.name, CompiledManifest)
         if manifest is None:
             return self
         core, layout = manifest.spec.core, manifest.plan.layout
@@ -222,7 +222,7 @@ def check_cached_outputs(spec: CompiledSpec, task: Task) -> None:
 
 
 def read_model_of(
-    spec: PipelineSpec, task: Task, folder: Path, progress: Progress
+    spec: EncoderSpec, task: Task, folder: Path, progress: Progress
 ) -> tuple[ModelInfo, Path | None]:
     """Return information about the model in a folder, and its tokenizer, as a pipeline reads it."""
     images = any(tensor.content == "image" for tensor in task.inputs)
@@ -238,7 +238,7 @@ def read_model_of(
     )
 
 
-def read_inputs(spec: PipelineSpec, progress: Progress) -> PipelineInputs:
+def read_inputs(spec: EncoderSpec, progress: Progress) -> PipelineInputs:
     """Resolve the model, read and tokenize the requests, derive the plan.
 
     Only the cache is written.
@@ -301,7 +301,7 @@ def read_inputs(spec: PipelineSpec, progress: Progress) -> PipelineInputs:
     plan = make_plan(spec, info, task, reader.parameters, lengths)
     check_architecture(plan.core.auto_class, info.architecture, spec.model)
     return PipelineInputs(
-        plan=replace(plan, gives_inputs=has_parameter(getattr(hooks, "after", None), "inputs")),
+        plan=replace(plan, forwards_inputs=has_parameter(getattr(hooks, "after", None), "inputs")),
         model_folder=folder,
         tokenizer_file=tokenizer,
         requests=rows.requests,
@@ -316,7 +316,7 @@ def read_inputs(spec: PipelineSpec, progress: Progress) -> PipelineInputs:
     )
 
 
-def _with_length(info: ModelInfo, spec: PipelineSpec, task: Task, progress: Progress) -> ModelInfo:
+def _with_length(info: ModelInfo, spec: EncoderSpec, task: Task, progress: Progress) -> ModelInfo:
     """Return `info` with the length that the spec gives to a model that limits none.
 
     Warn if the reference reads longer texts than the pipeline does without a limit in the spec.
@@ -361,7 +361,7 @@ def report_settings(spec: CompiledSpec, progress: Progress) -> None:
 
 
 def _read_labeled(
-    spec: PipelineSpec, task: Task, reader: RequestReader, progress: Progress
+    spec: EncoderSpec, task: Task, reader: RequestReader, progress: Progress
 ) -> LabeledRequests:
     path = spec.folder / EVAL_FILE
     if not path.is_file():
@@ -377,7 +377,7 @@ def _read_labeled(
     return LabeledRequests(tuple(rows), tuple(requests), notes)
 
 
-def _with_prompts(info: ModelInfo, spec: PipelineSpec, task: Task) -> ModelInfo:
+def _with_prompts(info: ModelInfo, spec: EncoderSpec, task: Task) -> ModelInfo:
     """Return `info` with the prompts of the spec in addition to the model's."""
     own = {} if spec.prompts == "any" else spec.prompts
     info = replace(info, prompts={**info.prompts, **own}, free_prompt=spec.prompts == "any")
@@ -393,7 +393,7 @@ def _with_prompts(info: ModelInfo, spec: PipelineSpec, task: Task) -> ModelInfo:
     return info
 
 
-def _check_max_length(spec: PipelineSpec, info: ModelInfo) -> None:
+def _check_max_length(spec: EncoderSpec, info: ModelInfo) -> None:
     wanted = spec.tokenizer.max_length
     if wanted is not None and wanted < info.max_length and info.architecture in PADDED_TOWERS:
         raise UserError(
@@ -446,7 +446,7 @@ def load_checked_hooks(
 
 
 def _load_hooks(
-    spec: PipelineSpec, labels: Sequence[str], tokenizer: Path | None
+    spec: EncoderSpec, labels: Sequence[str], tokenizer: Path | None
 ) -> ModuleType | None:
     path, hooks = spec.folder / HOOKS_FILE, load_checked_hooks(spec, labels, tokenizer)
     if spec.outputs and not callable(getattr(hooks, "after", None)):

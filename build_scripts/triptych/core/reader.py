@@ -22,7 +22,7 @@ from triptych.runtime.request_errors import RequestError
 from triptych.runtime.row_types import RowMaker, find_class
 from triptych.runtime.triton_io import check_parameters
 from triptych.spec.plan import core_rows_of, max_length_of, row_settings
-from triptych.spec.spec import PipelineSpec
+from triptych.spec.spec import EncoderSpec
 from triptych.spec.traffic import Lengths, TrafficRow
 from triptych.tasks.task import Task
 
@@ -55,7 +55,7 @@ class RequestReader:
 
     def __init__(
         self,
-        spec: PipelineSpec,
+        spec: EncoderSpec,
         task: Task,
         info: ModelInfo,
         tokenizer_folder: Path,

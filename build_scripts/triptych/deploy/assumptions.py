@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from triptych.repository.manifest import EncoderManifest
+from triptych.repository.manifest import CompiledManifest
 from triptych.serving.bench.results import BenchResult
 from triptych.spec.model_fields import CompiledSpec, is_own
 
@@ -34,7 +34,7 @@ class Assumption:
         return asdict(self)
 
 
-def assume_slo(build: EncoderManifest) -> tuple[EncoderManifest, list[Assumption]]:
+def assume_slo(build: CompiledManifest) -> tuple[CompiledManifest, list[Assumption]]:
     """Return the build with a latency limit, and the assumption if it had none."""
     serving = build.spec.serving
     if serving.slo.limits_us:
@@ -67,7 +67,7 @@ def assume_alone(name: str, others: Iterable[str]) -> list[Assumption]:
     ]
 
 
-def assume_rate(build: EncoderManifest, bench: BenchResult | None) -> tuple[float, Assumption]:
+def assume_rate(build: CompiledManifest, bench: BenchResult | None) -> tuple[float, Assumption]:
     """Return the requests per second of a replica: those of one client, if they are measured.
 
     Else those that the build measured when it chose the precision, or that the SLO needs.
@@ -107,7 +107,7 @@ def _processes(spec: CompiledSpec) -> int:
     return instances.preprocess * functions + instances.postprocess
 
 
-def assume_cores(build: EncoderManifest) -> tuple[float, Assumption]:
+def assume_cores(build: CompiledManifest) -> tuple[float, Assumption]:
     """Return the number of cores that a replica keeps busy: one for each instance and thread."""
     models = _models(build.spec)
     threads = sum(one.serving.instances.core * (one.core.threads or 1) for one in models)
@@ -127,7 +127,7 @@ def core_files_mib(repository: Path, pipeline: str) -> float:
     return sum(file.stat().st_size for file in files) / 2**20
 
 
-def assume_memory(build: EncoderManifest, repository: Path) -> tuple[float, Assumption]:
+def assume_memory(build: CompiledManifest, repository: Path) -> tuple[float, Assumption]:
     """Return the memory of a replica in MiB, by the size of the files of its core."""
     size = core_files_mib(repository, build.spec.name)
     instances = max(one.serving.instances.core for one in _models(build.spec))

@@ -21,7 +21,7 @@ from triptych.deploy.numbers import MeasuredReplica, Sizes, compute_sizes, read_
 from triptych.deploy.options import DeployOptions, complete_options
 from triptych.deploy.rules import SloObjective, encoder_objectives, encoder_rule_values
 from triptych.deploy.scaling import Trigger, encoder_triggers
-from triptych.repository.manifest import EncoderManifest, build_id, read_manifest
+from triptych.repository.manifest import CompiledManifest, build_id, read_manifest
 from triptych.spec.fields import SamplingSettings
 
 VERSION_DIGITS = 12
@@ -142,7 +142,7 @@ def read_context(
             given=options.affinity_header,
             remedy="Leave it out",
         )
-    build = read_manifest(repository, pipeline, EncoderManifest)
+    build = read_manifest(repository, pipeline, CompiledManifest)
     tensorrt = build.engine.tensorrt if build.engine else None
     options = complete_options(options, build.spec, tensorrt)
     _check_build(build, options)
@@ -168,7 +168,7 @@ def read_context(
         other = options.mirrored.repository
         candidate = CandidateBuild(
             _read_version(other, pipeline, version, "--mirror"),
-            _place(read_manifest(other, pipeline, EncoderManifest), options, measured),
+            _place(read_manifest(other, pipeline, CompiledManifest), options, measured),
         )
     if options.baseline is not None:
         baseline = _read_version(options.baseline, pipeline, version, "--baseline")
@@ -214,7 +214,7 @@ def find_others(repository: Path, name: str) -> list[str]:
     return [pipeline.name for pipeline in find_pipelines(repository) if pipeline.name != name]
 
 
-def _place(build: EncoderManifest, options: DeployOptions, measured: MeasuredReplica) -> Placement:
+def _place(build: CompiledManifest, options: DeployOptions, measured: MeasuredReplica) -> Placement:
     if build.spec.core.device == "cpu":
         if options.gpu_product is not None:
             raise UserError(
@@ -240,7 +240,7 @@ def _place(build: EncoderManifest, options: DeployOptions, measured: MeasuredRep
     )
 
 
-def _find_product(build: EncoderManifest, options: DeployOptions) -> str | None:
+def _find_product(build: CompiledManifest, options: DeployOptions) -> str | None:
     """Return the label of the nodes that can run the core; None for any with a GPU."""
     engine = build.engine
     if build.spec.core.backend != "tensorrt":
@@ -265,7 +265,7 @@ def _find_product(build: EncoderManifest, options: DeployOptions) -> str | None:
     return options.gpu_product
 
 
-def _explain_product(build: EncoderManifest) -> str:
+def _explain_product(build: CompiledManifest) -> str:
     if build.engine is None:
         return "given by the user (--gpu-product)"
     return (
@@ -288,7 +288,7 @@ def _read_version(repository: Path, pipeline: str, version: str, option: str) ->
     return found
 
 
-def _check_build(build: EncoderManifest, options: DeployOptions) -> None:
+def _check_build(build: CompiledManifest, options: DeployOptions) -> None:
     """Raise a `UserError` for a build that cannot be deployed with these options."""
     name, serving = build.spec.name, build.spec.serving
     if build.spec.core.shared_from is not None:

@@ -255,7 +255,7 @@ def parse_mirror(text: str) -> MirrorOption:
     Raises:
         UserError: The form is wrong, or a pipeline of the repository has no `serving.sample`.
     """
-    from triptych.repository.manifest import EncoderManifest, read_manifest  # a third of `--help`
+    from triptych.repository.manifest import CompiledManifest, read_manifest  # a third of `--help`
 
     folder, _, share_text = text.rpartition(":")
     try:
@@ -272,7 +272,7 @@ def parse_mirror(text: str) -> MirrorOption:
     repository = Path(folder)
     names = [pipeline.name for pipeline in find_pipelines(repository)]
     for name in names:
-        if read_manifest(repository, name, EncoderManifest).spec.serving.sample is None:
+        if read_manifest(repository, name, CompiledManifest).spec.serving.sample is None:
             raise UserError(
                 "--mirror",
                 "requires pipelines with serving.sample, because answers to mirrored requests are "

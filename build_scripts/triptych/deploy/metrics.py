@@ -323,13 +323,13 @@ class GenerationQueries(Metrics):
         )
         return f"{cached} / {all_}"
 
-    def crowded(self, max_waiting: float) -> str:
+    def requests_queued(self, max_waiting: float) -> str:
         """Return the condition that waiting requests per replica exceed a limit, 5-minute mean."""
         waiting = self.gauge("waiting")
         mean = f"sum(avg_over_time({waiting}[{self.window('5m')}]))"
         return f"{mean} > {max_waiting:.6g} * count({waiting})"
 
-    def silent(self, window: str) -> str:
+    def engine_stalled(self, window: str) -> str:
         """Return the replicas that had requests throughout a window but generated no token."""
         span = self.window(window)
         busy = f"sum by (pod) (min_over_time({self.gauge('in_flight')}[{span}])) > 0"

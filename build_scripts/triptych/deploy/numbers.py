@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from triptych.base.errors import UserError
 from triptych.base.explained import ExplainedValue
-from triptych.container.flags import CACHE_MIB
-from triptych.container.flags import ServerFlags as ServerOptions
+from triptych.container.flags import CACHE_MIB, ServerFlags
 from triptych.container.manifests import STEP_SHM_MIB, largest_request_mib
 from triptych.container.serving_machine import parse_machine, variants_in
 from triptych.container.supervisor import EXIT_S
@@ -28,7 +27,7 @@ from triptych.deploy.assumptions import (
 from triptych.deploy.options import DeployOptions
 from triptych.deploy.variables import CACHE, CACHE_SIZE, step_shm_mib
 from triptych.repository.config import CONFIG_FILE, read_config
-from triptych.repository.manifest import EncoderManifest
+from triptych.repository.manifest import CompiledManifest
 from triptych.serving.bench.results import (
     BenchResult,
     Measurement,
@@ -58,7 +57,7 @@ class MeasuredReplica:
 
 
 def read_measurements(
-    build: EncoderManifest, options: DeployOptions, reports: Path, repository: Path
+    build: CompiledManifest, options: DeployOptions, reports: Path, repository: Path
 ) -> MeasuredReplica:
     """Return the measurements of a built pipeline, and assumptions in place of missing ones.
 
@@ -73,11 +72,11 @@ def read_measurements(
     """
     bench = _read_bench(build, options, reports / "bench/bench.json")
     if bench is not None:
-        _check_promise(bench, options.rps_per_replica)
+        _check_slo(bench, options.rps_per_replica)
     return _with_use(build, options, bench, repository)
 
 
-def memory_seen_mib(build: EncoderManifest, reports: Path) -> float | None:
+def memory_seen_mib(build: CompiledManifest, reports: Path) -> float | None:
     """Return the maximum memory that `bench` measured for this build, in MiB; None without one.
 
     Raises:
@@ -91,7 +90,7 @@ def memory_seen_mib(build: EncoderManifest, reports: Path) -> float | None:
 
 
 def _capacity(
-    build: EncoderManifest,
+    build: CompiledManifest,
     options: DeployOptions,
     bench: BenchResult | None,
     assumptions: list[Assumption],
@@ -121,7 +120,7 @@ def _assume(assumptions: list[Assumption], value: float, assumption: Assumption)
 
 
 def _with_use(
-    build: EncoderManifest, options: DeployOptions, bench: BenchResult | None, repository: Path
+    build: CompiledManifest, options: DeployOptions, bench: BenchResult | None, repository: Path
 ) -> MeasuredReplica:
     assumptions: list[Assumption] = []
     capacity = _capacity(build, options, bench, assumptions)
@@ -169,7 +168,7 @@ def _with_use(
     )
 
 
-def _read_bench(build: EncoderManifest, options: DeployOptions, file: Path) -> BenchResult | None:
+def _read_bench(build: CompiledManifest, options: DeployOptions, file: Path) -> BenchResult | None:
     """Return the last bench of this build and SLO; None without a file."""
     by_hand = (options.rps_per_replica, options.cpu_cores, options.memory_mib)
     if not file.is_file():
@@ -184,7 +183,7 @@ def _read_bench(build: EncoderManifest, options: DeployOptions, file: Path) -> B
     raise UserError(str(file), "must be of this build and its SLO", given=given, remedy=again)
 
 
-def _fault(build: EncoderManifest, bench: BenchResult) -> str | None:
+def _fault(build: CompiledManifest, bench: BenchResult) -> str | None:
     """Return the reason why a result is not valid for the build; None if it is valid."""
     subject = bench.subject
     own = (build.spec.name, build.gate.precision, build.plan.layout)
@@ -198,7 +197,7 @@ def _fault(build: EncoderManifest, bench: BenchResult) -> str | None:
     return None
 
 
-def _check_promise(bench: BenchResult, capacity: float | None) -> None:
+def _check_slo(bench: BenchResult, capacity: float | None) -> None:
     """Raise a `UserError` if the measurements show that the SLO cannot be met."""
     name = bench.subject.pipeline
     rate = bench.rate
@@ -248,7 +247,7 @@ def _rounds(bench: BenchResult) -> list[Measurement]:
     return [one for point in points for one in point.rounds]
 
 
-def _longest_batch_s(build: EncoderManifest, bench: BenchResult | None) -> float | None:
+def _longest_batch_s(build: CompiledManifest, bench: BenchResult | None) -> float | None:
     """Return the duration of the largest batch, by a row in the fullest batches of `bench`."""
     rounds = [] if bench is None else _rounds(bench)
     measured = [[use for use in one.steps if use.is_core and use.executions] for one in rounds]
@@ -311,7 +310,7 @@ class Sizes:
 
 
 def compute_sizes(
-    build: EncoderManifest, options: DeployOptions, measured: MeasuredReplica, repository: Path
+    build: CompiledManifest, options: DeployOptions, measured: MeasuredReplica, repository: Path
 ) -> Sizes:
     """Return the numbers of a deployment.
 
@@ -381,7 +380,7 @@ def stable_s(ready_s: float) -> int:
     return min(_MAX_STABLE_S, max(_MIN_STABLE_S, math.ceil(_STABLE_TIMES * ready_s)))
 
 
-def _threads(build: EncoderManifest) -> str:
+def _threads(build: CompiledManifest) -> str:
     if build.spec.core.device == "gpu":
         return "The core itself is on the GPU"
     threads = build.spec.core.threads
@@ -414,12 +413,12 @@ def _start(measured: MeasuredReplica) -> ExplainedValue:
     )
 
 
-def _exit_timeout(build: EncoderManifest, batch_s: float | None) -> ExplainedValue:
+def _exit_timeout(build: CompiledManifest, batch_s: float | None) -> ExplainedValue:
     """Return the maximum time in flight of a request: its wait plus its latency or batch."""
     wait_s = build.spec.serving.longest_wait_ms / 1e3
     limit_s = max(build.spec.serving.slo.limits_us.values()) / 1e6
     slowest_s = wait_s + max(limit_s, batch_s or 0)
-    usual = ServerOptions.exit_timeout_s
+    usual = ServerFlags.exit_timeout_s
     largest = f"takes {batch_s:.3g} s as measured" if batch_s else "is not measured"
     return ExplainedValue(
         str(max(usual, math.ceil(slowest_s))),
@@ -464,13 +463,13 @@ def _grace(options: DeployOptions, pre_stop_s: int, exit_timeout: str) -> Explai
     )
 
 
-def shm_mib(build: EncoderManifest, repository: Path) -> int:
+def shm_mib(build: CompiledManifest, repository: Path) -> int:
     """Return the maximum shared memory of the Python steps in MiB."""
     processes = _step_processes(build)
     return processes * (STEP_SHM_MIB + largest_request_mib(repository, build.spec.name))
 
 
-def _step_processes(build: EncoderManifest) -> int:
+def _step_processes(build: CompiledManifest) -> int:
     instances = build.spec.serving.instances
     return instances.preprocess + instances.postprocess
 
@@ -482,7 +481,7 @@ class MoreInstances(NamedTuple):
     core: int = 0
 
 
-def count_more(build: EncoderManifest, repository: Path, cores: int) -> MoreInstances:
+def count_more(build: CompiledManifest, repository: Path, cores: int) -> MoreInstances:
     """Return the most instances that a plan for at most `cores` cores has in addition."""
     most = MoreInstances()
     for name in variants_in(build.files):
@@ -498,7 +497,7 @@ def count_more(build: EncoderManifest, repository: Path, cores: int) -> MoreInst
 
 
 def _shm(
-    build: EncoderManifest, options: DeployOptions, repository: Path, more: MoreInstances
+    build: CompiledManifest, options: DeployOptions, repository: Path, more: MoreInstances
 ) -> ExplainedValue:
     processes = _step_processes(build) + more.python
     request_mib = largest_request_mib(repository, build.spec.name)
@@ -512,7 +511,7 @@ def _shm(
 
 
 def _memory(
-    build: EncoderManifest,
+    build: CompiledManifest,
     options: DeployOptions,
     measured: MeasuredReplica,
     shm_mib: int,
@@ -548,17 +547,17 @@ def _memory(
     )
 
 
-def _fewest(build: EncoderManifest, threshold: float) -> ExplainedValue:
-    promised = build.spec.serving.slo.throughput
-    if promised is None or promised <= threshold:
+def _fewest(build: CompiledManifest, threshold: float) -> ExplainedValue:
+    required = build.spec.serving.slo.throughput
+    if required is None or required <= threshold:
         return ExplainedValue(
             MIN_REPLICAS, "one may end, or be replaced, while the other answers; the SLO's "
             "throughput needs no more",
         )  # fmt: skip
-    needed = math.ceil(promised / threshold)
+    needed = math.ceil(required / threshold)
     return ExplainedValue(
         max(MIN_REPLICAS, needed),
-        f"{promised:g}/s are the SLO (serving.slo.throughput): ceil({promised:g} / "
+        f"{required:g}/s are the SLO (serving.slo.throughput): ceil({required:g} / "
         f"{threshold:.4g}), at least {MIN_REPLICAS}",
     )
 

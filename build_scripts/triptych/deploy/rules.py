@@ -12,7 +12,7 @@ from triptych.deploy.metrics import GenerationQueries, Metrics, parse_quantile
 from triptych.deploy.numbers import MeasuredReplica
 from triptych.deploy.options import DeployOptions
 from triptych.repository.config import COUNTED_FROM, has_bucket_bound
-from triptych.repository.manifest import EncoderManifest
+from triptych.repository.manifest import CompiledManifest
 from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
 
 TextSpec = GenerationSpec | Text2TextSpec
@@ -81,7 +81,7 @@ class SloObjective(NamedTuple):
 
 
 def encoder_objectives(
-    build: EncoderManifest, options: DeployOptions, metrics: Metrics
+    build: CompiledManifest, options: DeployOptions, metrics: Metrics
 ) -> Iterator[SloObjective]:
     """Yield the countable limits of requests: failures and each latency."""
     budgets = {name: _budget(name) for name in build.spec.serving.slo.limits_ms}
@@ -176,7 +176,7 @@ def _burn_alert(one: SloObjective, burn: Burn, pipeline: str, slo: str) -> Mappi
 
 
 def encoder_rule_values(
-    build: EncoderManifest, options: DeployOptions, measured: MeasuredReplica, metrics: Metrics
+    build: CompiledManifest, options: DeployOptions, measured: MeasuredReplica, metrics: Metrics
 ) -> dict[str, object]:
     """Return the values of rules and dashboard for a pipeline that does not generate text."""
     tokens = build.traffic.get("mean_tokens")
@@ -242,7 +242,7 @@ def _select(pipeline: str, options: DeployOptions) -> str:
 
 
 def _slow_share(
-    build: EncoderManifest, limit_ms: float, options: DeployOptions, metrics: Metrics
+    build: CompiledManifest, limit_ms: float, options: DeployOptions, metrics: Metrics
 ) -> Callable[[str], str] | None:
     """Return the ratio of slow requests by the histogram of Envoy or Triton; None without one."""
     if metrics.envoy is not None:
@@ -253,7 +253,7 @@ def _slow_share(
 
 
 def _percentile_alerts(
-    build: EncoderManifest, options: DeployOptions, metrics: Metrics
+    build: CompiledManifest, options: DeployOptions, metrics: Metrics
 ) -> Iterator[Mapping[str, object]]:
     """Yield alerts on Triton's own summaries, for limits that are no bound of a histogram."""
     for name, limit_ms in build.spec.serving.slo.limits_ms.items():

@@ -8,7 +8,7 @@ from triptych.base.explained import ExplainedValue
 from triptych.deploy.metrics import GenerationQueries, Metrics
 from triptych.deploy.numbers import RATE_WINDOW_S, Sizes
 from triptych.deploy.rules import KV_CACHE_FULL_RATIO, TextSpec
-from triptych.repository.manifest import EncoderManifest
+from triptych.repository.manifest import CompiledManifest
 
 WAITING_SHARE = 0.5
 """Ratio of mean wait to lowest latency limit above which requests often miss the SLO."""
@@ -22,7 +22,7 @@ class Trigger(NamedTuple):
     threshold: object
 
 
-def encoder_triggers(build: EncoderManifest, sizes: Sizes, metrics: Metrics) -> list[Trigger]:
+def encoder_triggers(build: CompiledManifest, sizes: Sizes, metrics: Metrics) -> list[Trigger]:
     """Return the triggers of a pipeline that does not generate text: its rate, and a guard."""
     window = f"{RATE_WINDOW_S}s"
     limit_us = WAITING_SHARE * min(build.spec.serving.slo.limits_us.values())

@@ -33,7 +33,7 @@ from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
 from triptych.spec.kind import MODEL, Kind, kind_of_task
 from triptych.spec.model_fields import ModelSpec
 from triptych.spec.plan import Layout, Plan
-from triptych.spec.spec import PipelineSpec, not_known_here
+from triptych.spec.spec import EncoderSpec, not_known_here
 from triptych.spec.traffic import Lengths
 from triptych.tasks.task import Core
 
@@ -119,7 +119,7 @@ def _kind_name(spec: Any) -> str:
 
 @dataclass(frozen=True)
 class CoreRecord:
-    """Record of one of several cores; see `EncoderManifest`."""
+    """Record of one of several cores; see `CompiledManifest`."""
 
     core_key: str
     source_key: str
@@ -127,14 +127,13 @@ class CoreRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncoderManifest(BuildManifest):
+class CompiledManifest(BuildManifest):
     """The record of one build with a compiled graph as its core."""
 
     OPTIONAL = ("cores", "instruction_sets", "attention", "space")
 
     spec: Annotated[
-        Annotated[PipelineSpec, Tag(Kind.ENCODER.name)]
-        | Annotated[ModelSpec, Tag(Kind.MODEL.name)],
+        Annotated[EncoderSpec, Tag(Kind.ENCODER.name)] | Annotated[ModelSpec, Tag(Kind.MODEL.name)],
         Discriminator(_kind_name),
     ]
     core_key: str  # Hash of everything that decided the core
@@ -271,7 +270,7 @@ def read_manifest(repository: Path, pipeline: str, expected: type[Manifest]) -> 
 
 @cache
 def _adapter(kind: Kind) -> TypeAdapter[BuildManifest]:
-    return TypeAdapter(EncoderManifest if kind.is_compiled else TextManifest)
+    return TypeAdapter(CompiledManifest if kind.is_compiled else TextManifest)
 
 
 def find_manifest(repository: Path, pipeline: str, expected: type[Manifest]) -> Manifest | None:

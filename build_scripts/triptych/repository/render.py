@@ -622,7 +622,7 @@ def _settings(plan: Plan) -> dict[str, object]:
         "core_instances": max(core.rows_at_once // core.max_batch_size for core in plan.cores),
         "request_parameters": {name: rule.as_dict() for name, rule in rules.items()},
     }
-    if plan.gives_inputs:
+    if plan.forwards_inputs:
         settings["forwarded_inputs"] = given
     if sample is not None:
         settings |= {"sample": sample.model_dump(mode="json"), "sample_inputs": given}

@@ -9,8 +9,8 @@ from pathlib import Path
 from triptych.base.errors import UserError
 from triptych.repository.manifest import (
     MANIFEST_FILE,
+    CompiledManifest,
     CoreRecord,
-    EncoderManifest,
     find_manifest,
 )
 from triptych.spec.backends import Precision
@@ -34,7 +34,7 @@ class UsedCore:
         return self.settings.shared_from is not None
 
 
-def used_cores(manifest: EncoderManifest) -> Iterator[UsedCore]:
+def used_cores(manifest: CompiledManifest) -> Iterator[UsedCore]:
     """Yield the cores that a pipeline uses."""
     spec, layout = manifest.spec, manifest.plan.layout
     first = CoreRecord(manifest.core_key, manifest.source_key, manifest.gate.precision)
@@ -52,7 +52,7 @@ def owner_of_core(repository: Path, spec: CompiledSpec) -> UsedCore:
     wanted = str(spec.core.shared_from)
     owner = wanted.partition(".")[0]
     is_other = owner != spec.name.partition(".")[0]
-    manifest = find_manifest(repository, owner, EncoderManifest) if is_other else None
+    manifest = find_manifest(repository, owner, CompiledManifest) if is_other else None
     if manifest is None:
         raise UserError(
             "core.shared_from",
@@ -124,7 +124,7 @@ def check_sharers(
     """
     for path in sorted(repository.glob(f"*/{MANIFEST_FILE}")):
         other = path.parent.name
-        manifest = find_manifest(repository, other, EncoderManifest)
+        manifest = find_manifest(repository, other, CompiledManifest)
         for core in () if manifest is None else used_cores(manifest):
             key = core_keys.get(core.name)
             is_own_core = core.name.partition(".")[0] == name

@@ -64,7 +64,7 @@ _REPLACED_FILE = "replaced.json"
 class BuildRecord:
     """Fields of a manifest of any kind and release that the history needs.
 
-    See `EncoderManifest` and `GateResult`.
+    See `CompiledManifest` and `GateResult`.
     """
 
     built_at: str  # Time of the build, UTC, ISO 8601

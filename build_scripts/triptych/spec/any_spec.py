@@ -15,13 +15,13 @@ from triptych.spec.generation_fields import (
 from triptych.spec.kind import Kind, kind_of_task
 from triptych.spec.model_fields import CompiledSpec, ModelSpec, load_model_spec
 from triptych.spec.slo import AnySlo, parse_generation_slo, parse_slo
-from triptych.spec.spec import PipelineSpec, load_spec, task_of
+from triptych.spec.spec import EncoderSpec, load_spec, task_of
 
 AnySpec = CompiledSpec | TextSpec
 
 
 SPECS: Mapping[Kind, type[AnySpec]] = {
-    Kind.ENCODER: PipelineSpec,
+    Kind.ENCODER: EncoderSpec,
     Kind.MODEL: ModelSpec,
     Kind.TEXT_GENERATION: GenerationSpec,
     Kind.TEXT2TEXT: Text2TextSpec,
@@ -77,7 +77,7 @@ def parse_any_slo(spec: AnySpec, limits: Sequence[str], throughput: float | None
         UserError: A limit does not apply to pipelines of this kind.
     """
     match spec:
-        case PipelineSpec() | ModelSpec():
+        case EncoderSpec() | ModelSpec():
             return parse_slo(limits, throughput, spec.serving.slo)
         case GenerationSpec() | Text2TextSpec():
             return parse_generation_slo(limits, throughput, spec.serving.slo)

@@ -19,7 +19,7 @@ from triptych.base.errors import UserError
 from triptych.base.tensors import DType, Tensor
 from triptych.models.fields import Frozen
 from triptych.spec.fields import Accuracy, CoreSettings, Distance, Positive, Serving
-from triptych.spec.spec import PipelineSpec, load_tunable
+from triptych.spec.spec import EncoderSpec, load_tunable
 from triptych.tasks.task import Rule
 
 ValueType = Literal["text", "bytes", "int", "float", "bool"]
@@ -503,7 +503,7 @@ def _refused(field: str, rule: str, given: object, remedy: str) -> UserError:
     return UserError(field, rule, given=given, remedy=remedy)
 
 
-CompiledSpec = PipelineSpec | ModelSpec
+CompiledSpec = EncoderSpec | ModelSpec
 """Spec of a pipeline whose core is a compiled graph."""
 
 

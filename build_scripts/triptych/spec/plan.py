@@ -42,7 +42,7 @@ from triptych.spec.engine_plan import (
 from triptych.spec.model_fields import PREPROCESS, CompiledSpec, is_own
 from triptych.spec.padded_lengths import bucket_of, choose_edges
 from triptych.spec.placement import MachinePlan, place, without
-from triptych.spec.spec import PipelineSpec
+from triptych.spec.spec import EncoderSpec
 from triptych.spec.traffic import Lengths
 from triptych.tasks.prompts import PROMPT
 from triptych.tasks.task import Core, Task
@@ -134,7 +134,7 @@ class Plan:
         core_inputs: Inputs in the core's config, without the batch dimension.
         engine: Plan of the TensorRT engine, built ahead or inside ONNX Runtime; None without one.
         cost: Expected cost of a row in both layouts; None for images.
-        gives_inputs: Whether the request's inputs are forwarded to postprocess, for `hooks.after`.
+        forwards_inputs: Whether inputs of requests go past the core, for `hooks.after`.
         stages: Functions and models of an own pipeline with several models; else empty. The plan is
             that of the first model.
         others: Plans of the other models.
@@ -156,7 +156,7 @@ class Plan:
     warm_ups: tuple[WarmUp, ...]
     engine: EnginePlan | None
     cost: RowCost | None
-    gives_inputs: bool = False
+    forwards_inputs: bool = False
     stages: tuple[OwnStage, ...] = ()
     others: tuple[Plan, ...] = ()
     placement: MachinePlan | None = None
@@ -251,7 +251,7 @@ class Plan:
         return ", ".join(core.spec.model.source for core in self.cores)
 
     @property
-    def encoder_spec(self) -> PipelineSpec:
+    def encoder_spec(self) -> EncoderSpec:
         """Spec of an encoder.
 
         Raises:
@@ -281,7 +281,7 @@ class Plan:
     def past_core(self) -> tuple[Tensor, ...]:
         """Tensors that preprocess sends to postprocess without passing through the core."""
         row_metadata = (ROW_METADATA,) if self.task.has_row_metadata else ()
-        inputs = self.task.inputs if self.gives_inputs else ()
+        inputs = self.task.inputs if self.forwards_inputs else ()
         own = () if self.info.own is None else self.info.own.past_core
         return (
             REQUEST_TICKET,
@@ -413,7 +413,7 @@ class Plan:
         return 1.0 - self.lengths.mean * self.lengths.rows / computed
 
 
-def max_length_of(spec: PipelineSpec, info: ModelInfo, task: Task) -> int:
+def max_length_of(spec: EncoderSpec, info: ModelInfo, task: Task) -> int:
     """Return the maximum number of tokens in a row, by the spec, the task and the model."""
     return min(spec.tokenizer.max_length or task.max_length or info.max_length, info.max_length)
 
@@ -423,7 +423,7 @@ def request_rows_of(max_batch_size: int, task: Task) -> int:
     return min(max(1, max_batch_size // task.model_rows), task.request_rows or max_batch_size)
 
 
-def core_rows_of(spec: PipelineSpec, info: ModelInfo, task: Task) -> int:
+def core_rows_of(spec: EncoderSpec, info: ModelInfo, task: Task) -> int:
     """Return the maximum number of model rows of a request, before the layout is known."""
     if info.image is not None:
         return spec.core.max_batch_size
@@ -454,7 +454,7 @@ def placed(
     return place(spec, info, lengths, machine, row_mib=row_mib, most=most)
 
 
-def max_rows(spec: PipelineSpec, info: ModelInfo, max_length: int) -> int:
+def max_rows(spec: EncoderSpec, info: ModelInfo, max_length: int) -> int:
     """Return the maximum number of rows in a batch within the spec's limits on rows and memory.
 
     Triton's batcher counts rows, not tokens, so every row of a batch may have `max_length` tokens.
@@ -520,7 +520,7 @@ def row_settings(
 
 
 def make_plan(
-    spec: PipelineSpec,
+    spec: EncoderSpec,
     info: ModelInfo,
     task: Task,
     parameters: Mapping[str, object],
@@ -578,7 +578,7 @@ def make_plan(
 
 
 def expected_cost(
-    spec: PipelineSpec,
+    spec: EncoderSpec,
     info: ModelInfo,
     lengths: Lengths,
     edges: tuple[int, ...],

@@ -52,7 +52,7 @@ RESERVED = ("name", "folder", "tuned")
 Spec = TypeVar("Spec", bound=BaseModel)
 
 
-class PipelineSpec(BaseModel):
+class EncoderSpec(BaseModel):
     """Spec of a pipeline whose core is an encoder with a head.
 
     Attributes:
@@ -105,7 +105,7 @@ class PipelineSpec(BaseModel):
         return self.tokenizer.max_text_bytes
 
     @model_validator(mode="after")
-    def _owns_its_core(self) -> PipelineSpec:
+    def _owns_its_core(self) -> EncoderSpec:
         if self.core.shared_from is not None and self.serving.priority is not None:
             raise UserError(
                 "serving.priority",
@@ -116,9 +116,7 @@ class PipelineSpec(BaseModel):
         return self
 
 
-def load_spec(
-    folder: Path, overrides: Sequence[str] = (), *, untuned: bool = False
-) -> PipelineSpec:
+def load_spec(folder: Path, overrides: Sequence[str] = (), *, untuned: bool = False) -> EncoderSpec:
     """Read ``folder/pipeline.yaml``, then ``tuned.yaml`` if it exists, then the overrides.
 
     Args:
@@ -133,7 +131,7 @@ def load_spec(
     task = task_of(folder)
     if kind_of_task(task) is not Kind.ENCODER:
         raise not_known_here(f"{folder / SPEC_FILE}: task", task)
-    return load_tunable(PipelineSpec, folder, overrides, untuned=untuned)
+    return load_tunable(EncoderSpec, folder, overrides, untuned=untuned)
 
 
 def load_tunable(

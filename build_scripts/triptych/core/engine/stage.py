@@ -32,7 +32,7 @@ from triptych.repository.manifest import (
     MANIFEST_FILE,
     PLAN_FILE,
     SAMPLES_FILE,
-    EncoderManifest,
+    CompiledManifest,
     find_manifest,
     read_manifest,
 )
@@ -81,7 +81,7 @@ def write_engine_samples(inputs: PipelineInputs, progress: Progress) -> Path | N
 def find_reusable_engine(
     repository: Path,
     plan: Plan,
-    previous: EncoderManifest | None,
+    previous: CompiledManifest | None,
     hashes: Mapping[str, str],
     planned: EnginePlan | None,
 ) -> ReusableEngine | None:
@@ -205,11 +205,11 @@ class _Stage:
 
     def __init__(self, repository: Path, name: str, progress: Progress) -> None:
         check_target(repository)
-        manifest = read_manifest(repository, name, EncoderManifest)
+        manifest = read_manifest(repository, name, CompiledManifest)
         owner = manifest.spec.core.shared_from or name
         if owner != name:
             progress("engine", f"{name} shares the core of {owner}: building its engine")
-            manifest = read_manifest(repository, owner, EncoderManifest)
+            manifest = read_manifest(repository, owner, CompiledManifest)
         self._repository = repository
         self._name = name
         self._owner = owner
@@ -383,9 +383,9 @@ class _Stage:
             raise EngineFailure(self._owner, result)
         return EngineCheck(result.precision, result.rows, result.verdicts, result.notes)
 
-    def _write(self, manifest: EncoderManifest, made: Mapping[str, Path]) -> tuple[str, ...]:
+    def _write(self, manifest: CompiledManifest, made: Mapping[str, Path]) -> tuple[str, ...]:
         """Write the build manifest and new files, if the repository has not changed meanwhile."""
-        if find_manifest(self._repository, self._owner, EncoderManifest) != self._manifest:
+        if find_manifest(self._repository, self._owner, CompiledManifest) != self._manifest:
             raise UserError(
                 f"{self._owner}/{MANIFEST_FILE}",
                 "changed while the engine was built",
@@ -404,7 +404,7 @@ class _Stage:
         return tuple(changed)
 
 
-def _planned(name: str, manifest: EncoderManifest) -> EnginePlan:
+def _planned(name: str, manifest: CompiledManifest) -> EnginePlan:
     """Return the plan of the engine.
 
     Raises:

@@ -179,7 +179,7 @@ def equal_outputs(got: NDArray[np.generic], wanted: NDArray[np.generic]) -> bool
 def _after(
     after: Hook, plan: Plan, requests: Sequence[GateRequest], rows: list[Row], form: RowForm
 ) -> list[Row]:
-    given = [dict(request.inputs) for request in requests] if plan.gives_inputs else None
+    given = [dict(request.inputs) for request in requests] if plan.forwards_inputs else None
     return call_hook("after", after, rows, form.names, given)
 
 

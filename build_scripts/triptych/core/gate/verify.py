@@ -43,7 +43,7 @@ from triptych.core.gate.live import (
 )
 from triptych.core.inputs import PipelineInputs
 from triptych.core.requests import MIN_RECOMMENDED_ROWS
-from triptych.repository.manifest import EncoderManifest, find_manifest
+from triptych.repository.manifest import CompiledManifest, find_manifest
 from triptych.repository.records import GateResult, LiveRun, Verdict, WorstRow
 from triptych.spec.backends import Precision
 from triptych.spec.plan import Plan
@@ -278,7 +278,7 @@ def verify_pipeline(inputs: PipelineInputs, options: LiveOptions) -> GateResult:
         UserError: No server answers, or the server does not serve this pipeline.
     """
     plan, progress, clients = inputs.plan, options.progress, options.clients
-    manifest = find_manifest(options.repository, plan.spec.name, EncoderManifest)
+    manifest = find_manifest(options.repository, plan.spec.name, CompiledManifest)
     precision = _precision(plan, options.repository, manifest)
     rules = rules_of(inputs, precision, None if manifest is None else manifest.gate.rounding)
     sent = live_requests(plan, inputs.requests)
@@ -349,7 +349,7 @@ def rules_of(inputs: PipelineInputs, precision: Precision, rounding: float | Non
     )
 
 
-def _precision(plan: Plan, repository: Path, manifest: EncoderManifest | None) -> Precision:
+def _precision(plan: Plan, repository: Path, manifest: CompiledManifest | None) -> Precision:
     """Return the precision of the core that was built; without a build, that of the spec.
 
     Raises:

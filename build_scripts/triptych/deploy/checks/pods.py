@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from triptych.container.flags import ServerFlags as ServerOptions
+from triptych.container.flags import ServerFlags
 from triptych.container.serving_machine import (
     ServingMachine,
     choose,
@@ -25,7 +25,7 @@ from triptych.deploy.context import PRODUCT
 from triptych.deploy.generation import generation_shm_mib
 from triptych.deploy.numbers import memory_seen_mib, shm_mib
 from triptych.repository.lint.snapshot import Flaw, error, warning
-from triptych.repository.manifest import EncoderManifest, TextManifest, read_manifest
+from triptych.repository.manifest import CompiledManifest, TextManifest, read_manifest
 from triptych.repository.records import EngineRecord
 
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
@@ -185,7 +185,7 @@ def exit_timeout_s(server: ServerPods) -> float:
     """Return the seconds that Triton waits for requests in flight."""
     flag = server.flag("exit-timeout-secs")
     given = server.variables.get("TRIPTYCH_EXIT_TIMEOUT_S") if flag is None else flag
-    return _number(given, ServerOptions.exit_timeout_s)
+    return _number(given, ServerFlags.exit_timeout_s)
 
 
 def parse_bytes(quantity: object) -> float:
@@ -245,7 +245,7 @@ class Known:
 
 def known_encoder(repository: Path, pipeline: str, reports: Path) -> Known:
     """Return the facts about an encoder; see `targets.known_of`."""
-    build = read_manifest(repository, pipeline, EncoderManifest)
+    build = read_manifest(repository, pipeline, CompiledManifest)
     memory_mib = memory_seen_mib(build, reports)
     return Known(
         pipeline,

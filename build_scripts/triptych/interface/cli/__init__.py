@@ -1,8 +1,7 @@
 """The command line: options, output and exit codes, without domain logic.
 
-Exit codes: 0 success; 1 findings, a failed gate or a missed SLO; 2 invalid input; 130 an interrupt.
-70 an error that
-Triptych does not know, with its traceback in a file.
+Exit codes: 0 success; 1 findings, a failed gate or a missed SLO; 2 invalid input; 130 an interrupt;
+70 an error that Triptych does not know, with its traceback in a file.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ def history(
         output.print(line, style="" if build["replaced_at"] else "bold", markup=False)
         output.print(f"  {build['precision'] or 'no precision'}, {build['gate']}", markup=False)
         output.print(f"  bench: {build['bench'] or 'not measured'}", markup=False)
-        if build["promise"]:
-            output.print(f"  {build['promise']}", markup=False)
+        if build["slo"]:
+            output.print(f"  {build['slo']}", markup=False)
     where = f" in {history_folder(repository)}" if kept else ""
     output.print(
         f"{amount(len(kept), 'replaced build')}{where}, {taken / 1e6:.1f} MB", markup=False
@@ -122,7 +122,7 @@ def _describe(folder: Path, pipeline: str, build: str, replaced_at: str) -> dict
         "gate": "build manifest not readable" if record is None else _verdict(gate),
         "verdicts": {verdict["metric"]: verdict["value"] for verdict in gate.get("verdicts", ())},
         "bench": "".join(lines[:1]).removeprefix("Best: ").strip(),
-        "promise": "".join(lines[1:2]).strip(),
+        "slo": "".join(lines[1:2]).strip(),
     }
 
 

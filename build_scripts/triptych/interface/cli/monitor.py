@@ -299,7 +299,7 @@ def shadow(
 @contextmanager
 def _candidate(name: str, repository: Path, candidate: str) -> Iterator[Path]:
     """Yield the repository of the candidate: a folder, or links to a replaced build."""
-    from triptych.repository.manifest import EncoderManifest, read_manifest
+    from triptych.repository.manifest import CompiledManifest, read_manifest
     from triptych.repository.store import find_build, list_history, sibling_work_dir
 
     kept = find_build(list_history(repository, name), candidate)
@@ -309,7 +309,7 @@ def _candidate(name: str, repository: Path, candidate: str) -> Iterator[Path]:
     with sibling_work_dir(repository, "shadow") as folder:
         kept.lay_out(folder)
         try:
-            read_manifest(folder, name, EncoderManifest)
+            read_manifest(folder, name, CompiledManifest)
         except UserError as error:
             raise UserError(
                 f"replaced build {kept.build[:12]}",

@@ -24,7 +24,7 @@ from triptych.building.generation.text2text import Text2TextInputs, read_text2te
 from triptych.core.export.to_onnx import plain_reason
 from triptych.core.inputs import PipelineInputs
 from triptych.models.tokenizer import OUT_OF_REACH
-from triptych.repository.manifest import EncoderManifest, find_manifest
+from triptych.repository.manifest import CompiledManifest, find_manifest
 from triptych.repository.render import python_steps, stages_of
 from triptych.runtime.engine_ctranslate2 import UNKNOWN
 from triptych.runtime.sampling_parameters import DEFAULTS
@@ -35,11 +35,11 @@ from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
 from triptych.spec.model_fields import ModelSpec
 from triptych.spec.placement import MachinePlan
 from triptych.spec.plan import Plan
-from triptych.spec.spec import PipelineSpec
+from triptych.spec.spec import EncoderSpec
 from triptych.tasks.classes import LABELS_FILE
 
 if TYPE_CHECKING:
-    from triptych.repository.manifest import EncoderManifest
+    from triptych.repository.manifest import CompiledManifest
 
 
 Described: TypeAlias = dict[str, Any]
@@ -112,7 +112,7 @@ def describe_placement(placement: MachinePlan) -> Described:
     }
 
 
-def describe_dry_run(plan: Plan, manifest: EncoderManifest | None) -> str:
+def describe_dry_run(plan: Plan, manifest: CompiledManifest | None) -> str:
     """Return the result of the dry-run build of this plan, as the active build manifest has it."""
     from triptych.core.engine.dry_run import describe
 
@@ -209,7 +209,7 @@ AUTO = "auto"
 def describe_pipeline(spec: AnySpec, repository: Path, progress: Progress) -> Described:
     """Return the plan of a pipeline as plain data; the repository may hold an earlier build."""
     match spec:
-        case PipelineSpec() | ModelSpec():
+        case EncoderSpec() | ModelSpec():
             return describe_encoder(read_compiled(spec, progress), repository)
         case GenerationSpec():
             return describe_text_generation(read_generation(spec, progress))
@@ -222,7 +222,7 @@ def describe_encoder(inputs: PipelineInputs, repository: Path) -> Described:
     plan = inputs.plan
     described = describe_plan(plan)
     owner = plan.spec.core.shared_from or plan.spec.name
-    manifest = find_manifest(repository, owner, EncoderManifest)
+    manifest = find_manifest(repository, owner, CompiledManifest)
     if plan.builds_engine:
         described["gpu"]["dry_run"] = describe_dry_run(plan, manifest)
     reason = plain_reason(plan)

@@ -529,13 +529,13 @@ def describe_page(spec: AnySpec, folders: Folders, grpc_url: str, timeout_s: flo
     from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
     from triptych.spec.kind import GENERATION
     from triptych.spec.model_fields import ModelSpec
-    from triptych.spec.spec import PipelineSpec
+    from triptych.spec.spec import EncoderSpec
     from triptych.spec.traffic import TRAFFIC_FILE, read_lines
     from triptych.tasks.task import Task
 
     task: Task | None = None
     match spec:
-        case PipelineSpec() | ModelSpec():
+        case EncoderSpec() | ModelSpec():
             task, settings = task_of(spec), find_settings(folders.repository, spec.name)
         case GenerationSpec() | Text2TextSpec():
             settings = {"parameters": spec.parameters}

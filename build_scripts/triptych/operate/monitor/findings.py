@@ -19,7 +19,7 @@ from triptych.core.inputs import PipelineInputs
 from triptych.core.requests import GateRequest
 from triptych.operate.monitor.sample import SampledRow, TrafficSample
 from triptych.operate.monitor.scores import MeanTest
-from triptych.repository.manifest import EncoderManifest
+from triptych.repository.manifest import CompiledManifest
 from triptych.runtime.hooking import HOOKS_FILE
 from triptych.spec.padded_lengths import bucket_of
 from triptych.spec.plan import Plan
@@ -219,7 +219,7 @@ def find_drifts(
 
 def make_notes(
     inputs: PipelineInputs,
-    manifest: EncoderManifest,
+    manifest: CompiledManifest,
     sample: TrafficSample,
     *,
     of_build: int,
@@ -245,14 +245,14 @@ def make_notes(
         yield f"{edit} since the build: these results are for the pipeline as it is now"
 
 
-def hooks_differ(inputs: PipelineInputs, manifest: EncoderManifest) -> bool:
+def hooks_differ(inputs: PipelineInputs, manifest: CompiledManifest) -> bool:
     """Return whether the pipeline's hooks were edited after the build."""
     built = manifest.files.get(f"{inputs.plan.spec.name}_preprocess/1/{HOOKS_FILE}")
     file = inputs.plan.spec.folder / HOOKS_FILE
     return (sha256_of(file) if file.is_file() else None) != built
 
 
-def list_edits(inputs: PipelineInputs, manifest: EncoderManifest) -> Iterator[str]:
+def list_edits(inputs: PipelineInputs, manifest: CompiledManifest) -> Iterator[str]:
     """Yield text about each part of the pipeline, except traffic, edited after the build."""
     if manifest.model_sha256 != inputs.plan.info.sha256:
         yield "the model's files changed"
@@ -266,7 +266,7 @@ def list_edits(inputs: PipelineInputs, manifest: EncoderManifest) -> Iterator[st
         yield f"{SPEC_FILE} or {TUNED_FILE} changed"
 
 
-def find_changed_files(repository: Path, manifest: EncoderManifest) -> list[str]:
+def find_changed_files(repository: Path, manifest: CompiledManifest) -> list[str]:
     """Return the repository's files that were edited or deleted after the build."""
     return [
         name

@@ -51,7 +51,7 @@ from triptych.operate.monitor.scores import (
     mean_interval,
     score_rows,
 )
-from triptych.repository.manifest import EncoderManifest, build_id, read_manifest
+from triptych.repository.manifest import CompiledManifest, build_id, read_manifest
 from triptych.tasks.compare import Outputs
 
 FALSE_ALARM_RATE = 1e-3
@@ -90,7 +90,7 @@ def run_monitor(
         UserError: The pipeline has no build, or one of its hooks fails.
     """
     name = inputs.plan.spec.name
-    manifest, build = read_manifest(repository, name, EncoderManifest), build_id(repository, name)
+    manifest, build = read_manifest(repository, name, CompiledManifest), build_id(repository, name)
     gate = manifest.gate
     rules = rules_of(inputs, gate.precision, gate.rounding)
     of_build = [row for row in sample.rows if row.build == build]

@@ -30,7 +30,7 @@ from triptych.operate.monitor.shadow_verdict import (
     compare_speeds,
     judge,
 )
-from triptych.repository.manifest import EncoderManifest, build_id, read_manifest
+from triptych.repository.manifest import CompiledManifest, build_id, read_manifest
 from triptych.runtime.hooking import HOOKS_FILE
 from triptych.serving.bench.bench import WARM_UP_REQUESTS
 from triptych.serving.bench.measure import BenchTarget, measure
@@ -137,11 +137,11 @@ def compare_candidate(
 
 def _read_manifests(
     name: str, repository: Path, candidate: Path
-) -> tuple[EncoderManifest, EncoderManifest]:
+) -> tuple[CompiledManifest, CompiledManifest]:
     """Return the manifests of the active build and the candidate after checking that they fit."""
     old, new = (
-        read_manifest(repository, name, EncoderManifest),
-        read_manifest(candidate, name, EncoderManifest),
+        read_manifest(repository, name, CompiledManifest),
+        read_manifest(candidate, name, CompiledManifest),
     )
     tasks = [task_of(manifest.spec) for manifest in (old, new)]
     for part, (expected, given) in (
@@ -268,7 +268,7 @@ def measure_in_turns(
 
 
 def _make_notes(
-    inputs: PipelineInputs, manifests: tuple[EncoderManifest, EncoderManifest]
+    inputs: PipelineInputs, manifests: tuple[CompiledManifest, CompiledManifest]
 ) -> Iterator[str]:
     for side, manifest in zip(SIDES, manifests, strict=True):
         if manifest.model_sha256 != inputs.plan.info.sha256:

@@ -18,7 +18,7 @@ from triptych.base.errors import Progress, UserError, counted
 from triptych.client.connection import check_single
 from triptych.container.processor import find_processor
 from triptych.core.inputs import PipelineInputs
-from triptych.repository.manifest import EncoderManifest, build_id, find_manifest, find_settings
+from triptych.repository.manifest import CompiledManifest, build_id, find_manifest, find_settings
 from triptych.serving.bench.bottleneck import find_bottleneck
 from triptych.serving.bench.comparison import Price
 from triptych.serving.bench.measure import BenchTarget, measure
@@ -219,7 +219,7 @@ def describe_target(
         overrides: Overrides of the spec; None takes those of ``tuned.yaml``.
     """
     plan = inputs.plan
-    manifest = find_manifest(repository, plan.spec.name, EncoderManifest)
+    manifest = find_manifest(repository, plan.spec.name, CompiledManifest)
     lengths = plan.lengths.counts if plan.lengths is not None else {}
     return Subject(
         pipeline=plan.spec.name,
