@@ -176,6 +176,27 @@ def test_a_vector_of_another_size_fails_in_figures() -> None:
     assert any("embedding has the shape [1, 4], not [1, 8]" in f for f in found.failures)
 
 
+def terms(**weights: float) -> Answer:
+    """A sparse vector as the ensemble returns it; the names are hexadecimal ids."""
+    ids = np.array([[int(name, 16) for name in weights]], dtype=np.int32)
+    return {"token_id": ids, "weight": np.array([[*weights.values()]], dtype=np.float32)}
+
+
+def test_a_term_of_little_weight_may_come_and_go() -> None:
+    wanted = [terms(a=2.0, b=1.0 + place / 10, c=0.5, d=0.01) for place in range(20)]
+    given = [terms(a=2.0, b=1.0 + place / 10, c=0.5) for place in range(20)]
+    task = "sparse-embedding"
+    found, live = judge(given, wanted, task, precision="int8")
+    assert (found.failures, live.counts) == ((), {"answered": 60})
+    assert judge(wanted, given, task, precision="int8")[0].failures == ()
+    assert differences(given[0], wanted[0], []) == {"weight": pytest.approx(0.01)}
+    found, _ = judge([terms(e=2.0, b=1.0)] * 20, wanted, task, precision="int8")
+    assert {"term_overlap", "product_error"} <= failed(found)
+    broken = {**given[0], "token_id": given[0]["token_id"][:, :2]}
+    found, _ = judge([broken, *given[1:]], wanted, task, precision="int8")
+    assert any("another form" in failure for failure in found.failures)
+
+
 def test_answers_of_hooks_are_compared_as_a_whole() -> None:
     wanted, wrong = (
         [entities({"kind": kind, "at": i}) for i in range(20)] for kind in ("PER", "LOC")

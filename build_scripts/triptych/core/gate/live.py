@@ -31,6 +31,7 @@ from triptych.client import (
     ServerUnreachableError,
     StepStatistics,
 )
+from triptych.client.tasks import TERMS
 from triptych.core.gate.runs import as_floats
 from triptych.core.requests import GateRequest
 from triptych.runtime.hooking import NUMPY_TYPES
@@ -48,7 +49,10 @@ def shape_fault(got: Outputs, wanted: Outputs) -> str:
     """Return which output of `got` is missing or has a wrong shape; empty if none.
 
     A server leaves out optional outputs without elements, such as the vectors of another encoding.
+    Rounding may add or remove terms of little weight.
     """
+    if terms := _terms(got, wanted):
+        wanted = {**wanted, **dict.fromkeys(terms, got[TERMS[1]])}
     for name, array in wanted.items():
         if name not in got and array.size:
             return f"{name} is missing"
@@ -70,9 +74,10 @@ def is_finite(answer: Outputs, json_outputs: Sequence[str]) -> bool:
 def differences(one: Outputs, other: Outputs, json_outputs: Sequence[str]) -> dict[str, float]:
     """Return the largest difference of the numbers in each output that has numbers.
 
-    Named scores are compared by name, so that names of equal score may be in any order. A name
-    that only one answer has is compared with the last score of the other answer. Entries of JSON
-    are compared if they are equal without their fractional numbers.
+    Named scores are compared by name, so that names of equal score may be in any order, and weights
+    by term. A name or term that only one answer has is compared with the last score of the other
+    answer, or with 0 if that is nearer. Entries of JSON are compared if they are equal without
+    their fractional numbers.
 
     Args:
         one: An answer.
@@ -84,7 +89,9 @@ def differences(one: Outputs, other: Outputs, json_outputs: Sequence[str]) -> di
         if name in json_outputs:
             found[name] = _largest(_json_differences(_entries(array), _entries(other[name])))
         elif name == SCORES and (names := _names(one)) and names == _names(other):
-            found[name] = _largest(_named_differences(one, other, names))
+            found[name] = _largest(_named_differences(one, other, (names, SCORES)))
+        elif name in _terms(one, other):
+            found[TERMS[1]] = _largest(_named_differences(one, other, TERMS))
         elif np.issubdtype(array.dtype, np.floating) and array.size:
             with np.errstate(invalid="ignore", over="ignore"):  # Infinities give NaN.
                 found[name] = float(np.abs(array - other[name]).max())
@@ -95,9 +102,15 @@ def same(one: Outputs, other: Outputs) -> bool:
     return all(
         np.issubdtype(array.dtype, np.floating)
         or not (array.size or name in other)
+        or name in _terms(one, other)
         or bool(np.array_equal(array, other[name]))
         for name, array in one.items()
     )
+
+
+def _terms(one: Outputs, other: Outputs) -> Sequence[str]:
+    """Return the outputs with the terms of both answers; none if they are no sparse vectors."""
+    return TERMS if {*TERMS} <= one.keys() & other.keys() else ()
 
 
 def _largest(values: Iterator[float]) -> float:
@@ -113,12 +126,14 @@ def _names(answer: Outputs) -> str:
     return ""
 
 
-def _named_differences(one: Outputs, other: Outputs, names: str) -> Iterator[float]:
-    here, there = (dict(zip(a[names].flat, a[SCORES].flat, strict=True)) for a in (one, other))
+def _named_differences(one: Outputs, other: Outputs, outputs: tuple[str, str]) -> Iterator[float]:
+    pairs = ([each[name].flat for name in outputs] for each in (one, other))
+    here, there = (dict(zip(*pair, strict=True)) for pair in pairs)
     for mine, others in ((here, there), (there, here)):
         last = min(others.values(), default=0.0)
         for name, score in mine.items():
-            yield abs(float(score) - float(others.get(name, last)))
+            nearest = min(last, 0.0, key=lambda value: abs(value - score))
+            yield abs(float(score) - float(others.get(name, nearest)))
 
 
 def _entries(array: Array) -> list[object]:

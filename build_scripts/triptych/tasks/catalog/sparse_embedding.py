@@ -123,16 +123,20 @@ def compare_sparse(
 def _dense(*several: Sequence[Outputs]) -> list[Floats]:
     """Return the weights of all terms that occur, ``[rows, terms]`` for each sequence of rows.
 
-    A row without outputs is NaN.
+    A row without outputs, or with other numbers of terms and weights, is NaN.
     """
     ids = np.unique(np.concatenate([numbers(row, "token_id") for rows in several for row in rows]))
 
     def weights_of(outputs: Outputs) -> Floats:
-        if "weight" not in outputs:
+        row, own, weights = (
+            np.zeros(len(ids)),
+            numbers(outputs, "token_id"),
+            numbers(outputs, "weight"),
+        )
+        if "weight" not in outputs or len(own) != len(weights):
             return np.full(len(ids), np.nan)
-        row, weights = np.zeros(len(ids)), numbers(outputs, "weight")
         terms = weights != 0  # a row with fewer terms than others ends with zeros
-        row[np.searchsorted(ids, numbers(outputs, "token_id")[terms])] = weights[terms]
+        row[np.searchsorted(ids, own[terms])] = weights[terms]
         return row
 
     return [np.stack([weights_of(row) for row in rows]) for rows in several]
