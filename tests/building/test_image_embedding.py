@@ -11,8 +11,11 @@ from typing import Any
 import httpx2
 import numpy as np
 import pytest
+from gradio_client import handle_file
+from gradio_client.exceptions import AppError
 from numpy.typing import NDArray
 
+from tests.support.demo_pages import ask, open_demo
 from tests.support.image_models import KINDS, TOKENIZERS, save_image_model
 from tests.support.mistakes import refusal
 from tests.support.project import build_into, selected_names, traffic_texts
@@ -22,6 +25,7 @@ from triptych.gateway.app import make_app
 from triptych.gateway.http import Shared
 from triptych.gateway.pipelines import Pipelines
 from triptych.serving.server import Server
+from triptych.spec.spec import load_spec
 
 pytestmark = [pytest.mark.server, pytest.mark.build]
 IMAGES = image_bytes()
@@ -203,6 +207,30 @@ def test_labels_of_the_caller_have_the_scores_of_transformers(
             return await other.classify_images_zero_shot(IMAGES[:1], labels)
 
     assert asyncio.run(ask()) == again[1:]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", EVERYDAY)
+def test_the_page_compares_images_and_chooses_labels(
+    server: Server, repository: Path, name: str
+) -> None:
+    folder, labels = repository.parent / "pipelines" / name, ["a cat", "ein Hund"]
+    files = [handle_file(folder / f"{number}.img") for number in range(2)]
+    with open_demo(load_spec(folder), folder, repository, server.grpc_url) as page:
+        shown, lines, *_ = ask(page, files[0], files[1], "\n".join(labels), "", *[""] * 3)
+        alone, one, *_ = ask(page, files[0], None, "", "", *[""] * 3)
+        with pytest.raises(AppError, match="`hypothesis_template` must have"):
+            ask(page, files[0], None, "a cat", "a photo", *[""] * 3)
+    with Client(name, server.grpc_url) as client:
+        (wanted,) = client.classify_images_zero_shot(IMAGES[:1], labels)
+        first, second = client.embed_images(IMAGES[:2], normalize_embeddings=True)
+    assert shown["label"] == wanted[0].label
+    found = {each["label"]: each["confidence"] for each in shown["confidences"]}
+    assert found == pytest.approx(dict(wanted), abs=1e-6)
+    similar = float(lines.partition("both vectors: ")[2].split()[0])
+    assert similar == pytest.approx(float(first @ second), abs=1e-4)
+    assert not alone
+    assert "both vectors" not in one
 
 
 def test_the_gateway_takes_images_as_data_urls(server: Server) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import shutil
 import string
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import httpx2
 import numpy as np
 import pytest
 
+from tests.support.demo_pages import ask, open_demo
 from tests.support.mistakes import check_refused
 from tests.support.project import build_into, quiet, traffic_texts, write_pipeline
 from tests.support.scaffolding import run
@@ -285,6 +287,28 @@ def test_rows_of_files_have_no_more_vectors_than_tokens(server: Server, tmp_path
     counts = [row["token_count"] for row in rows]
     assert [len(row["embedding"]) for row in rows] == counts
     assert len(set(counts)) > 1
+
+
+@pytest.mark.long
+def test_the_page_shows_which_tokens_match(server: Server) -> None:
+    name, (query, document) = EVERYDAY[0], TEXTS[:2]
+    folder = server.repository.parent / "pipelines" / name
+    with open_demo(load_spec(folder), folder, server.repository, server.grpc_url) as page:
+        drawn, _, times, raw = ask(page, query, document, "", "")
+        assert ask(page, query, "", "", "")[0] is None
+        assert ask(page, query, document, "", "int8")[0] is None
+    with Client(name, url=server.grpc_url) as client:
+        vectors = client.embed_multi_vector([query], role="query")
+        others = client.embed_multi_vector([document], role="document")
+    assert f"MaxSim score: <b>{maxsim(vectors, others)[0, 0]:.4f}</b>" in drawn
+    rows = re.findall("<tr><th>(.*?)</th>", drawn)
+    assert rows[:2] == ["query", "[CLS]"]
+    assert rows[-1] == "[MASK]"
+    assert len(rows) == 1 + len(vectors[0])
+    assert drawn.count('class="best"') == len(vectors[0])
+    assert drawn.count("--share") == len(vectors[0]) * len(others[0])
+    assert [len(row["embedding"]) for row in raw] == [len(vectors[0]), len(others[0])]
+    assert "means over 2 requests" in times
 
 
 def test_the_gateway_has_the_vectors_as_tei_and_vllm_have_them(server: Server) -> None:

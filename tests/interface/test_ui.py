@@ -24,9 +24,9 @@ from tests.support.served_command import endpoints_of
 from tests.support.task_models import tagger
 from triptych.base.tensors import Tensor
 from triptych.client import Client
-from triptych.interface import demo_page
+from triptych.interface import answer_views, demo_page
+from triptych.interface.answer_views import mark_spans
 from triptych.interface.cli import app
-from triptych.interface.demo_page import mark_spans
 from triptych.spec.spec import load_spec
 from triptych.tasks.catalog import TASKS
 
@@ -100,10 +100,26 @@ def test_answers_are_shown_as_their_tasks_have_them() -> None:
     assert shown("choices", choices) == {"a": 0.75, "b": 0.0}
     found = {"box": [[1.2, 2, 3, 3.9]], "label": ["cat"], "score": [0.5]}
     assert shown("boxes", found, image="a.png") == ("a.png", [((1, 2, 3, 4), "cat")])
-    terms = demo_page._named({"token_id": [7, 9], "weight": [1.5, 0.25]}, {7: "late"}.get)
-    assert shown("terms", terms) == [("late", "1.50"), ("9", "0.25")]
+    terms = answer_views.name_terms({"token_id": [7, 9], "weight": [1.5, 0.25]}, str)
+    assert shown("terms", terms) == [("7", "1.50"), ("9", "0.25")]
     vectors = [{"embedding": [3.0, 4.0], "embedding_int8": []}, {"embedding": [4.0, 3.0]}]
-    assert [*demo_page._similarity(vectors)] == ["Cosine similarity of both vectors: 0.9600"]
+    said = [*answer_views.describe_similarity(vectors)]
+    assert said == ["Cosine similarity of both vectors: 0.9600"]
+
+    # Two tokens of a query, of which the first has its best match in the second of the document.
+    query, document = [[1.0, 0.0], [0.0, 1.0]], [[0.0, 1.0], [0.8, 0.6], [0.0, 0.0]]
+    answers = [{"embedding": query}, {"embedding_float16": document}]
+    pair = answer_views.pair_vectors(answers, ["a b", "c d e"], None)
+    assert pair["tokens"] == [["1", "2"], ["1", "2", "3"]]
+    drawn = shown("matches", {**pair, "tokens": [["<b>", "b"], ["c", "${d}", "e"]]})
+    assert re.findall(r'class="best" title="([^"]+)"', drawn) == [
+        "&lt;b&gt;, ${d}: 0.8000",
+        "b, c: 1.0000",
+    ]
+    assert "<b>1.8000</b>, the sum of the best matches of 2 query vectors" in drawn
+    for wrong in (answers[:1], [{"embedding_int8": [[1]]}] * 2):
+        with pytest.raises((KeyError, ValueError)):
+            answer_views.pair_vectors(wrong, ["a b", "c d e"], None)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,8 @@ from triptych.client.wire import VectorSpace, read_config
 
 MAX_LABELS = 10_000
 """Maximum number of labels of a call, and of texts whose vectors a client keeps."""
-_TEMPLATE = "This is a photo of {}."
+TEMPLATE = "This is a photo of {}."
+"""Default text that is compared with an image."""
 
 
 def classify_images_zero_shot(
@@ -30,7 +31,7 @@ def classify_images_zero_shot(
     images: Images,
     candidate_labels: Sequence[str],
     *,
-    hypothesis_template: str = _TEMPLATE,
+    hypothesis_template: str = TEMPLATE,
     timeout_s: float | None = None,
 ) -> Flow[list[list[Choice]]]:
     """Return scores of `candidate_labels` for each image, without training on them.
@@ -58,7 +59,7 @@ def classify_images_zero_shot_each(
     images: Images,
     candidate_labels: Sequence[str],
     *,
-    hypothesis_template: str = _TEMPLATE,
+    hypothesis_template: str = TEMPLATE,
     timeout_s: float | None = None,
 ) -> Flow[list[list[Choice] | RowError]]:
     """Return for each image its labels, or the error why it was rejected.
@@ -110,7 +111,7 @@ def _check_labels(labels: object, template: str) -> Sequence[str]:
     if "{}" not in template or {"{", "}"} & set(template.replace("{}", "")):
         raise InvalidRequestError(
             "`hypothesis_template` must have {} in place of the label, and no other braces. "
-            f"Given: {template!r:.80}. Write for example '{_TEMPLATE}'."
+            f"Given: {template!r:.80}. Write for example '{TEMPLATE}'."
         )
     return found
 

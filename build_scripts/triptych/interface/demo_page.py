@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,16 @@ from triptych.client import Client, Completion, Generation, InferenceError, Step
 from triptych.client.connection import is_loopback
 from triptych.client.plain import plain_outputs, request_parameter
 from triptych.client.server_info import request_failure
+from triptych.client.zero_shot import TEMPLATE
+from triptych.interface import answer_views
+from triptych.interface.answer_views import Row, TokenNames
 from triptych.interface.cli.rows import describe_answer
+from triptych.models.roles import ROLES
+from triptych.tasks.prompts import ROLE
 from triptych.tasks.task import Task, ViewKind
 
 MAX_EXAMPLES = 8
 """Maximum number of rows of the traffic that a page offers as examples."""
-
-MAX_TERMS = 64
-"""Maximum number of terms of a text that a page shows."""
 
 _MAX_FILE_BYTES = 64 << 20
 _UPLOADS = "GRADIO_TEMP_DIR"
@@ -65,10 +66,15 @@ _STYLE = """
 .token.highlighted { display: inline-block; }
 .times table { word-break: normal !important; overflow-wrap: normal; }
 .times td, .times th { padding: .2rem !important; font-size: .75rem !important; }
+.matches { overflow-x: auto; }
+.matches table { border-collapse: collapse; font-size: .75rem; width: auto; }
+.matches th, .matches td { padding: .1rem .2rem; white-space: nowrap; text-align: left; }
+.matches thead th { vertical-align: bottom; }
+.matches thead th:nth-child(n + 3) { writing-mode: vertical-rl; padding: .2rem 0; }
+.matches tbody th { position: sticky; left: 0; background: var(--block-background-fill); }
+.matches [style] { background: rgb(234 88 12 / var(--share)); min-width: 1rem; }
+.matches .best { outline: 2px solid currentColor; outline-offset: -2px; }
 """
-
-Row = Mapping[str, Any]
-"""Inputs or outputs of a row by name, as plain data."""
 
 Rules = Mapping[str, Mapping[str, Any]]
 """Rule of each request parameter, as the first step of a pipeline has it."""
@@ -88,7 +94,7 @@ class PagePipeline:
     defaults: Mapping[str, Any]  # defaults of request parameters, as far as they are known
     rows: Sequence[Row]  # examples: rows of the traffic
     folder: Path  # folder of the files that the rows name
-    tokenizer: Path | None = None  # file of the tokenizer, if it is known
+    step: Path  # folder of the version of its first step, which need not be there
 
 
 @contextmanager
@@ -175,7 +181,7 @@ def _page(pipeline: PagePipeline, client: Client) -> gr.Blocks:
         "flagging_mode": "never",
     }
     if pipeline.task is not None:
-        return _row_page(pipeline, pipeline.task, client, about)
+        return _RowForm(pipeline, pipeline.task, client).page(about)
     about["concurrency_limit"] = _MAX_ANSWERS
     about["additional_inputs"] = [
         _parameter(name, rule, pipeline.defaults.get(name)) for name, rule in _SAMPLING.items()
@@ -185,84 +191,119 @@ def _page(pipeline: PagePipeline, client: Client) -> gr.Blocks:
     return make(client, {**about, "examples": prompts})
 
 
-def _row_page(
-    pipeline: PagePipeline, task: Task, client: Client, about: Mapping[str, object]
-) -> gr.Blocks:
-    """Return the form of a task's inputs and parameters, with the answer and its times."""
-    try:
-        config = client.interface()
-    except InferenceError as error:
-        raise request_failure(pipeline.name, pipeline.url, error) from error
-    names = [tensor.name for tensor in task.inputs]
-    fields = [_field(tensor, task.view.kind) for tensor in task.inputs]
-    if compares := task.view.kind == "vectors":
-        fields.append(gr.Textbox("", label=f"another {names[0]} to compare with", lines=3))
-    rules = {
-        name: pipeline.rules.get(name, {"type": _OPTION_TYPES[datatype]})
-        for name, datatype in config.options.items()
-        if name not in config.row_types
-    }
-    asked = {
-        name: min(count, rules[name]["max"])
-        for name, count in task.view.asks.items()
-        if "max" in rules.get(name, {})
-    }
-    view = _VIEWS.get(task.view.kind)
-    words = _read_words(pipeline.tokenizer) if task.view.kind == "terms" else None
+class _RowForm:
+    """Fields and answers of a task on a page."""
 
-    def answer(*given: Any) -> list[Any]:
-        fields_given = dict(zip(names, given, strict=False))
-        row = {
-            tensor.name: _typed_input(tensor, fields_given[tensor.name])
-            for tensor in task.inputs
-            if fields_given[tensor.name] not in (None, "") or not tensor.optional
+    def __init__(self, pipeline: PagePipeline, task: Task, client: Client) -> None:
+        """Read the interface of the pipeline.
+
+        Raises:
+            UserError: The pipeline is not available.
+        """
+        try:
+            config = client.interface()
+        except InferenceError as error:
+            raise request_failure(pipeline.name, pipeline.url, error) from error
+        self._pipeline, self._client, self._kind = pipeline, client, task.view.kind
+        self._inputs, self._first = task.inputs, task.inputs[0]
+        self._compares = self._kind in ("vectors", "matches")
+        self._labels = config.space is not None and self._first.content == "image"
+        self._rules = {
+            name: pipeline.rules.get(name, {"type": _OPTION_TYPES[datatype]})
+            for name, datatype in config.options.items()
+            if name not in config.row_types
         }
-        rows = [row]
-        if compares and (second := given[len(names)]):
-            rows.append({**row, names[0]: second})
-        answers, times = _send(client, rows, _read_parameters(rules, given[len(fields) :]))
+        self._asked = {
+            name: min(count, self._rules[name]["max"])
+            for name, count in task.view.asks.items()
+            if "max" in self._rules.get(name, {})
+        }
+        self._view = _VIEWS.get("choices" if self._labels else self._kind)
+        self._tokens: TokenNames | None = None
+        if self._kind in ("matches", "terms"):
+            with suppress(OSError):  # the page of another machine's server
+                self._tokens = TokenNames(pipeline.step)
+        self._fields = [_field(tensor, self._kind) for tensor in task.inputs]
+        beside = [_field(self._first, self._kind)] if self._compares else []
+        for field in beside:
+            other = "document" if self._kind == "matches" else f"another {self._first.name}"
+            field.label = f"{other} to compare with"
+        if self._labels:
+            beside.append(gr.Textbox(label="labels, one a line", lines=3))
+            beside.append(gr.Textbox(label="text with {} for a label", placeholder=TEMPLATE))
+        for field in beside:
+            field.value = "" if isinstance(field, gr.Textbox) else None  # programs may leave it out
+        self._fields += beside
+
+    def page(self, about: Mapping[str, object]) -> gr.Blocks:
+        """Return the page with the fields, the parameters, and the answer with its times."""
+        defaults, rules, asked = self._pipeline.defaults, self._rules, self._asked
+        beside = [field.value for field in self._fields[len(self._inputs) :]]
+        examples = []
+        for row in self._pipeline.rows:
+            given = {**asked, **row.get("parameters", {})}
+            examples.append([
+                *(_example(self._pipeline, tensor, row) for tensor in self._inputs),
+                *beside,
+                *(
+                    _parameter_example(rule, defaults.get(name), given.get(name))
+                    for name, rule in rules.items()
+                ),
+            ])  # fmt: skip
+        return gr.Interface(
+            self.answer,
+            self._fields,
+            [
+                *([self._view.component()] if self._view else []),
+                gr.Textbox(label="Outputs", lines=3, max_lines=20, buttons=["copy"]),
+                gr.Markdown(elem_classes="times"),
+                gr.JSON(label="Raw outputs", open=False),
+            ],
+            additional_inputs=[
+                _parameter(name, rule, defaults.get(name), asked.get(name))
+                for name, rule in rules.items()
+            ],
+            examples=examples or None,
+            deep_link=False,
+            **about,
+        )
+
+    def answer(self, *given: Any) -> list[Any]:
+        """Return what the page shows of the answer to these fields and parameters."""
+        fields = {tensor.name: value for tensor, value in zip(self._inputs, given, strict=False)}
+        beside = given[len(self._inputs) : len(self._fields)]
+        name = self._first.name
+        row = {
+            tensor.name: _typed_input(tensor, fields[tensor.name])
+            for tensor in self._inputs
+            if fields[tensor.name] not in (None, "") or not tensor.optional
+        }
+        rows, parameters = [row], _read_parameters(self._rules, given[len(self._fields) :])
+        if self._compares and beside[0]:
+            rows.append({**row, name: _typed_input(self._first, beside[0])})
+        requests = [(rows, parameters)]
+        if self._kind == "matches" and len(rows) > 1:
+            pairs = zip(rows, ROLES, strict=True)
+            requests = [([each], {**parameters, ROLE: role}) for each, role in pairs]
+        answers, times = _send(self._client, requests)
+        found = answers[0]
+        if self._labels:
+            found = _choose_labels(self._client, row[name], *beside[1:])
         lines = [line for each in answers for line in describe_answer(each)]
-        shown: list[object] = ["\n".join([*_similarity(answers), *lines]), times, answers]
-        if view is not None:
+        lines = [*answer_views.describe_similarity(answers), *lines]
+        shown: list[object] = ["\n".join(lines), times, answers]
+        if self._view is not None:
             value = None
-            with suppress(KeyError, TypeError, ValueError):  # a hook may return another form
-                first = answers[0] if words is None else _named(answers[0], words)
-                value = view.value(fields_given, first)
+            # A hook may return another form, and the heat map needs two texts.
+            with suppress(KeyError, TypeError, ValueError):
+                if self._kind == "matches":
+                    texts = [each[name] for each in rows]
+                    found = answer_views.pair_vectors(answers, texts, self._tokens)
+                elif self._tokens is not None:
+                    found = answer_views.name_terms(found, self._tokens.name)
+                value = self._view.value(fields, found)
             shown.insert(0, value)
         return shown
-
-    return gr.Interface(
-        answer,
-        fields,
-        [
-            *([view.component()] if view else []),
-            gr.Textbox(label="Outputs", lines=3, max_lines=20, buttons=["copy"]),
-            gr.Markdown(elem_classes="times"),
-            gr.JSON(label="Raw outputs", open=False),
-        ],
-        additional_inputs=[
-            _parameter(name, rule, pipeline.defaults.get(name), asked.get(name))
-            for name, rule in rules.items()
-        ],
-        examples=[
-            [
-                *(_example(pipeline, tensor, row) for tensor in task.inputs),
-                *([""] if compares else []),
-                *(
-                    _parameter_example(
-                        rules[name],
-                        pipeline.defaults.get(name),
-                        row.get("parameters", {}).get(name, asked.get(name)),
-                    )
-                    for name in rules
-                ),
-            ]
-            for row in pipeline.rows
-        ]
-        or None,
-        deep_link=False,
-        **about,
-    )
 
 
 def _text_page(client: Client, about: Mapping[str, object]) -> gr.Blocks:
@@ -336,32 +377,58 @@ def _stream(answer: Generation) -> Iterator[tuple[str, str]]:
     )
 
 
-def _send(
-    client: Client, rows: Sequence[Row], parameters: Mapping[str, Any]
-) -> tuple[list[Row], str]:
-    """Return the outputs of each row, and the table of the times of the steps."""
-    steps: Sequence[StepStatistics] = ()
-    inputs = {name: [row[name] for row in rows] for name in rows[0]}
+def _choose_labels(client: Client, image: bytes, labels: str, template: str) -> Row:
+    """Return the labels with their scores, best first; none without labels."""
+    lines = [line for line in labels.splitlines() if line.strip()]
+    if not lines:
+        return {}
+    with _told(1):
+        (choices,) = client.classify_images_zero_shot(
+            [image], lines, hypothesis_template=template or TEMPLATE
+        )
+    return {"label": [each.label for each in choices], "score": [each.score for each in choices]}
+
+
+@contextmanager
+def _told(rows: int) -> Iterator[None]:
+    """Show the error of a request of so many rows on the page."""
     try:
+        yield
+    except InferenceError as error:  # The message need not name the only row.
+        message = plain(error.message if rows == 1 else str(error))
+        raise gr.Error(str(message), duration=None, print_exception=False) from error
+
+
+def _send(
+    client: Client, requests: Sequence[tuple[Sequence[Row], Mapping[str, Any]]]
+) -> tuple[list[Row], str]:
+    """Return the outputs of each row, and the table of the times of the steps.
+
+    Args:
+        requests: Rows and parameters of each request.
+    """
+    steps: Sequence[StepStatistics] = ()
+    rows = sum(len(rows) for rows, _ in requests)
+    answers: list[Row] = []
+    with _told(rows):
         before, unknown_reason = _count(client)
-        began = time.perf_counter()
-        outputs = client.infer(inputs, parameters=parameters)
-        total_us = (time.perf_counter() - began) * 1e6
         config = client.interface()
+        total_us = 0.0
+        for sent, parameters in requests:
+            inputs = {name: [row[name] for row in sent] for name in sent[0]}
+            began = time.perf_counter()
+            outputs = client.infer(inputs, parameters=parameters)
+            total_us += (time.perf_counter() - began) * 1e6
+            columns = plain_outputs(config, outputs)
+            made = zip(*columns.values(), strict=True)
+            answers += [dict(zip(columns, row, strict=True)) for row in made]
         until = time.monotonic() + _COUNTED_WITHIN_S
         while before:
             steps = [now - old for now, old in zip(client.step_statistics(), before, strict=True)]
             if all(step.requests for step in steps) or time.monotonic() > until:
                 break
             time.sleep(0.01)
-    except InferenceError as error:  # The message need not name the only row.
-        message = plain(error.message if len(rows) == 1 else str(error))
-        raise gr.Error(str(message), duration=None, print_exception=False) from error
-    columns = plain_outputs(config, outputs)
-    answers: list[Row] = [
-        dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
-    ]
-    return answers, _times(client.pipeline, steps, len(rows), total_us, unknown_reason)
+    return answers, _times(client.pipeline, steps, rows, total_us, unknown_reason)
 
 
 def _count(client: Client) -> tuple[list[StepStatistics], str]:
@@ -401,8 +468,10 @@ def _times(
 def _field(tensor: Tensor, view: ViewKind) -> gr.components.Component:
     """Return the component of an input."""
     if tensor.content == "image" or view == "boxes":  # only the pipeline reads the file
-        image = gr.Image(label=tensor.name, sources=["upload", "clipboard"])
-        image.preprocess = lambda upload: upload and upload.path
+        image = gr.Image(
+            label=tensor.name, sources=["upload", "clipboard"], type="filepath", image_mode=None
+        )
+        image.preprocess = lambda upload: upload and upload.path  # not of an example, from a copy
         return image
     if tensor.content == "bytes":
         return gr.File(label=tensor.name)
@@ -493,87 +562,6 @@ def _prompt(row: Row) -> str:
     return str(messages[-1].get("content", ""))
 
 
-def _similarity(answers: Sequence[Row]) -> Iterator[str]:
-    """Yield a line with the cosine similarity, if each of two rows has one vector of floats."""
-    vectors = [
-        values
-        for row in answers
-        for values in row.values()
-        if isinstance(values, list) and values and isinstance(values[0], float)
-    ]
-    if len(vectors) == len(answers) == 2:
-        lengths = math.prod(math.hypot(*values) for values in vectors)
-        cosine = sum(one * other for one, other in zip(*vectors, strict=True)) / (
-            lengths or math.nan
-        )
-        yield f"Cosine similarity of both vectors: {cosine:.4f}"
-
-
-Pieces = list[tuple[str, str | None]]
-"""Parts of a text; a marked part has a label."""
-
-
-def mark_spans(text: str, spans: Iterable[Row]) -> Pieces:
-    """Return `text` in pieces, with its spans marked.
-
-    A span has the characters from `start` up to `end` (exclusive), their `text` and a `label`. If
-    spans overlap, the first is marked. A span whose text differs is skipped, because a hook may
-    have changed the text that the model read.
-    """
-    pieces: Pieces = []
-    done = 0
-    for span in sorted(spans, key=lambda span: (span["start"], -span["end"])):
-        start, end = span["start"], span["end"]
-        if done <= start < end and text[start:end] == span["text"]:
-            pieces += [(text[done:start], None), (text[start:end], span["label"])]
-            done = end
-    return [piece for piece in (*pieces, (text[done:], None)) if piece[0]]
-
-
-def _scores(given: Row, row: Row) -> dict[str, float]:
-    labels = next(value for name, value in row.items() if name != "score")
-    scores = (score if math.isfinite(score) else 0.0 for score in row["score"])
-    return dict(zip(labels, scores, strict=True))
-
-
-def _entities(given: Row, row: Row) -> Pieces:
-    spans = [{**entity, "label": entity["entity"]} for entity in row["entities"]]
-    return mark_spans(given["text"], spans)
-
-
-def _answer(given: Row, row: Row) -> Pieces:
-    return mark_spans(given["text_pair"], [{**row, "text": row["answer"], "label": "answer"}])
-
-
-def _read_words(tokenizer: Path | None) -> Callable[[int], str | None] | None:
-    """Return the function from the id of a token to the token; None without a tokenizer."""
-    if tokenizer is None or not tokenizer.is_file():
-        return None
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_file(str(tokenizer)).id_to_token
-
-
-def _named(row: Row, words: Callable[[int], str | None]) -> Row:
-    """Return a row with tokens in place of their ids."""
-    return {**row, "token_id": [words(index) or index for index in row["token_id"]]}
-
-
-def _terms(given: Row, row: Row) -> Pieces:
-    """Return the terms of a text, each with its weight, the highest first."""
-    terms = zip(row["token_id"], row["weight"], strict=True)
-    return [(str(term), f"{weight:.2f}") for term, weight in islice(terms, MAX_TERMS)]
-
-
-def _boxes(given: Row, row: Row) -> tuple[str, list[tuple[tuple[int, ...], str]]]:
-    """Return the file of an image, with the pixels and the label of each box."""
-    lists = [value for value in row.values() if isinstance(value, list)]
-    (boxes,) = (value for value in lists if all(isinstance(each, list) for each in value))
-    (labels,) = (value for value in lists if all(isinstance(each, str) for each in value))
-    named = zip(boxes, labels, strict=True)
-    return next(iter(given.values())), [(tuple(map(round, box)), label) for box, label in named]
-
-
 @dataclass(frozen=True)
 class _View:
     """Component for an answer, and its value for the fields and the outputs of a row."""
@@ -583,9 +571,10 @@ class _View:
 
 
 _VIEWS: Mapping[ViewKind, _View] = {
-    "choices": _View(lambda: gr.Label(label="Scores"), _scores),
-    "entities": _View(lambda: gr.HighlightedText(label="Entities"), _entities),
-    "answer": _View(lambda: gr.HighlightedText(label="Answer"), _answer),
-    "terms": _View(lambda: gr.HighlightedText(label="Terms with weights"), _terms),
-    "boxes": _View(lambda: gr.AnnotatedImage(label="Boxes"), _boxes),
+    "choices": _View(lambda: gr.Label(label="Scores"), answer_views.show_scores),
+    "entities": _View(lambda: gr.HighlightedText(label="Entities"), answer_views.mark_entities),
+    "answer": _View(lambda: gr.HighlightedText(label="Answer"), answer_views.mark_answer),
+    "terms": _View(lambda: gr.HighlightedText(label="Terms with weights"), answer_views.list_terms),
+    "boxes": _View(lambda: gr.AnnotatedImage(label="Boxes"), answer_views.place_boxes),
+    "matches": _View(lambda: gr.HTML(container=True), answer_views.draw_matches),
 }

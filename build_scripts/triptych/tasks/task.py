@@ -47,10 +47,13 @@ token (``several``); logits; scores (activated logits); the best classes with sc
 Parameters = Mapping[str, Any]
 """Request parameters with the pipeline's defaults."""
 
-ViewKind = Literal["choices", "entities", "answer", "boxes", "vectors", "terms", "outputs"]
+ViewKind = Literal[
+    "choices", "entities", "answer", "boxes", "vectors", "terms", "matches", "outputs"
+]
 """View of outputs on the demo page: labels with bars for their scores; `text` with its entities
 marked; `text_pair` with the answer marked; the image with its boxes; vectors and their
-similarity; tokens with their weights; or plain outputs.
+similarity; tokens with their weights; tokens of a query with those of a document that they match;
+or plain outputs.
 """
 
 

@@ -457,6 +457,7 @@ def ui(
     from triptych.serving.hot_reload import HotReload
     from triptych.serving.ports import is_loopback, reserve_ports
     from triptych.serving.server import Server, check_and_make_flags
+    from triptych.spec.spec import PipelineSpec
 
     if url is None:
         check_built(folders.repository, name)
@@ -489,7 +490,9 @@ def ui(
                 except KeyboardInterrupt:
                     status.print("stopped", markup=False)
             return
-        server = Server(folders.repository, models=[name])
+        pair = spec.pair_with if isinstance(spec, PipelineSpec) else None
+        models = [each for each in (name, pair) if each and (folders.repository / each).is_dir()]
+        server = Server(folders.repository, models=models)
         exchange = HotReload(
             server, only=name, on_reload=lambda line: progress("serve", line), on_problem=warn
         )
@@ -553,7 +556,7 @@ def describe_page(spec: AnySpec, folders: Folders, grpc_url: str, timeout_s: flo
         defaults=settings.get("parameters", {}),
         folder=folder,
         rows=tuple(islice(rows, MAX_EXAMPLES)),
-        tokenizer=folders.repository / f"{spec.name}_preprocess/1/tokenizer.json",
+        step=folders.repository / f"{spec.name}_preprocess/1",
     )
 
 

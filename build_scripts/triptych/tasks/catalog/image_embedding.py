@@ -28,7 +28,7 @@ TASK = replace(
     labeled=SIMILARITY_CORRELATION._replace(truth=SIMILARITY._replace(second="image_pair")),
     parameters=text_embedding.vector_parameters,
     settings=lambda info: {},
-    view=View("outputs"),
+    view=View("vectors"),
     request_rows=8,  # decoding takes long: a request with many images would hold up the others
     check=has_image_processor,
     reads_image_vectors=True,

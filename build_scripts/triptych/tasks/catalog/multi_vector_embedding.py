@@ -169,6 +169,6 @@ TASK = Task(
     parameters=_parameters,
     settings=_settings,
     has_row_metadata=True,
-    view=View("outputs"),
+    view=View("matches"),
     check=_check,
 )
