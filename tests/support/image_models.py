@@ -68,6 +68,12 @@ def _dinov2() -> Any:
     return Dinov2Model(Dinov2Config(**PATCHES, mlp_ratio=2))
 
 
+def _dinov3() -> Any:
+    from transformers import DINOv3ViTConfig, DINOv3ViTModel
+
+    return DINOv3ViTModel(DINOv3ViTConfig(**PATCHES, num_register_tokens=4))
+
+
 def _convnext() -> Any:
     from transformers import ConvNextConfig, ConvNextModel
 
@@ -133,6 +139,7 @@ def _siglip() -> Any:
 KINDS = {
     "dinov2": _dinov2,
     "vit": _vit,
+    "vit_dinov3": _dinov3,  # its own processor needs torchvision
     "vit_head": lambda: _vit(head=True),
     "convnext": _convnext,
     "clip": _clip,
