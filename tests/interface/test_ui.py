@@ -51,6 +51,10 @@ def test_fields_are_those_of_the_inputs_and_of_the_rules() -> None:
     assert fields(file, Tensor("age", "INT64", (1,))) == ["File", "Number"]
     assert fields(Tensor("age", "INT64", (1,), optional=True)) == ["Textbox"]
     assert fields(file, view="boxes") == ["Image"]
+    # Gradio makes the component anew after a click on an example; its file stays as it is.
+    image = demo_page._field(TASKS["image-classification"].inputs[0], "choices")
+    again = type(image)(**image.constructor_args)
+    assert (again.type, again.image_mode) == ("filepath", None)
 
     rules: dict[str, dict[str, Any]] = {
         "top_k": {"type": "int", "min": 1, "max": 3},
@@ -100,8 +104,10 @@ def test_answers_are_shown_as_their_tasks_have_them() -> None:
     assert shown("choices", choices) == {"a": 0.75, "b": 0.0}
     found = {"box": [[1.2, 2, 3, 3.9]], "label": ["cat"], "score": [0.5]}
     assert shown("boxes", found, image="a.png") == ("a.png", [((1, 2, 3, 4), "cat")])
-    terms = answer_views.name_terms({"token_id": [7, 9], "weight": [1.5, 0.25]}, str)
-    assert shown("terms", terms) == [("7", "1.50"), ("9", "0.25")]
+    assert shown("terms", {"token_id": [7, 9], "weight": [1.5, 0.25]}) == [
+        ("7", "1.50"),
+        ("9", "0.25"),
+    ]
     vectors = [{"embedding": [3.0, 4.0], "embedding_int8": []}, {"embedding": [4.0, 3.0]}]
     said = [*answer_views.describe_similarity(vectors)]
     assert said == ["Cosine similarity of both vectors: 0.9600"]

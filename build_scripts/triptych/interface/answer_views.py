@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -62,9 +62,7 @@ def describe_similarity(answers: Sequence[Row]) -> Iterator[str]:
     ]
     if len(vectors) == len(answers) == 2:
         lengths = math.prod(math.hypot(*values) for values in vectors)
-        cosine = sum(one * other for one, other in zip(*vectors, strict=True)) / (
-            lengths or math.nan
-        )
+        cosine = float(np.dot(vectors[0], vectors[1])) / (lengths or math.nan)
         yield f"Cosine similarity of both vectors: {cosine:.4f}"
 
 
@@ -101,11 +99,6 @@ def mark_entities(given: Row, row: Row) -> Pieces:
 def mark_answer(given: Row, row: Row) -> Pieces:
     """Return the second text with the answer marked."""
     return mark_spans(given["text_pair"], [{**row, "text": row["answer"], "label": "answer"}])
-
-
-def name_terms(row: Row, name: Callable[[int], str]) -> Row:
-    """Return a row with tokens in place of their ids."""
-    return {**row, "token_id": [*map(name, row["token_id"])]}
 
 
 def list_terms(given: Row, row: Row) -> Pieces:

@@ -285,10 +285,11 @@ class _RowForm:
         if self._kind == "matches" and len(rows) > 1:
             pairs = zip(rows, ROLES, strict=True)
             requests = [([each], {**parameters, ROLE: role}) for each, role in pairs]
-        answers, times = _send(self._client, requests)
-        found = answers[0]
-        if self._labels:
-            found = _choose_labels(self._client, row[name], *beside[1:])
+        with _told(len(rows)):
+            answers, times = _send(self._client, requests)
+            found = answers[0]
+            if self._labels:
+                found = _choose_labels(self._client, row[name], *beside[1:])
         lines = [line for each in answers for line in describe_answer(each)]
         lines = [*answer_views.describe_similarity(answers), *lines]
         shown: list[object] = ["\n".join(lines), times, answers]
@@ -300,7 +301,7 @@ class _RowForm:
                     texts = [each[name] for each in rows]
                     found = answer_views.pair_vectors(answers, texts, self._tokens)
                 elif self._tokens is not None:
-                    found = answer_views.name_terms(found, self._tokens.name)
+                    found = {**found, "token_id": [*map(self._tokens.name, found["token_id"])]}
                 value = self._view.value(fields, found)
             shown.insert(0, value)
         return shown
@@ -382,10 +383,9 @@ def _choose_labels(client: Client, image: bytes, labels: str, template: str) -> 
     lines = [line for line in labels.splitlines() if line.strip()]
     if not lines:
         return {}
-    with _told(1):
-        (choices,) = client.classify_images_zero_shot(
-            [image], lines, hypothesis_template=template or TEMPLATE
-        )
+    (choices,) = client.classify_images_zero_shot(
+        [image], lines, hypothesis_template=template or TEMPLATE
+    )
     return {"label": [each.label for each in choices], "score": [each.score for each in choices]}
 
 
@@ -410,24 +410,22 @@ def _send(
     steps: Sequence[StepStatistics] = ()
     rows = sum(len(rows) for rows, _ in requests)
     answers: list[Row] = []
-    with _told(rows):
-        before, unknown_reason = _count(client)
-        config = client.interface()
-        total_us = 0.0
-        for sent, parameters in requests:
-            inputs = {name: [row[name] for row in sent] for name in sent[0]}
-            began = time.perf_counter()
-            outputs = client.infer(inputs, parameters=parameters)
-            total_us += (time.perf_counter() - began) * 1e6
-            columns = plain_outputs(config, outputs)
-            made = zip(*columns.values(), strict=True)
-            answers += [dict(zip(columns, row, strict=True)) for row in made]
-        until = time.monotonic() + _COUNTED_WITHIN_S
-        while before:
-            steps = [now - old for now, old in zip(client.step_statistics(), before, strict=True)]
-            if all(step.requests for step in steps) or time.monotonic() > until:
-                break
-            time.sleep(0.01)
+    before, unknown_reason = _count(client)
+    total_us = 0.0
+    for sent, parameters in requests:
+        inputs = {name: [row[name] for row in sent] for name in sent[0]}
+        began = time.perf_counter()
+        outputs = client.infer(inputs, parameters=parameters)
+        total_us += (time.perf_counter() - began) * 1e6
+        columns = plain_outputs(client.interface(), outputs)
+        made = zip(*columns.values(), strict=True)
+        answers += [dict(zip(columns, row, strict=True)) for row in made]
+    until = time.monotonic() + _COUNTED_WITHIN_S
+    while before:
+        steps = [now - old for now, old in zip(client.step_statistics(), before, strict=True)]
+        if all(step.requests for step in steps) or time.monotonic() > until:
+            break
+        time.sleep(0.01)
     return answers, _times(client.pipeline, steps, rows, total_us, unknown_reason)
 
 

@@ -175,8 +175,14 @@ def _p_value(old: Counter[str], new: Counter[str]) -> float:
 
 
 def main_script(inputs: Mapping[str, str | bytes]) -> str:
-    """Return the most frequent script of a request's letters: ``LATIN``, ``CYRILLIC``, ``CJK``."""
-    text = " ".join(value for value in inputs.values() if isinstance(value, str))
+    """Return the most frequent script of a request's letters: ``LATIN``, ``CYRILLIC``, ``CJK``.
+
+    It is empty for a request without texts.
+    """
+    sent = [value for value in inputs.values() if isinstance(value, str)]
+    if not sent:
+        return ""
+    text = " ".join(sent)
     letters = [char for char in text[: 4 * MAX_LETTERS] if char.isalpha()][:MAX_LETTERS]
     names = Counter(unicodedata.name(char, NONE).partition(" ")[0] for char in letters)
     return names.most_common(1)[0][0] if names else NONE
@@ -203,8 +209,9 @@ class ComparedRow:
     expected: Outputs
 
     @property
-    def tokens(self) -> int:
-        return sum(len(row.ids) for row in self.request.rows if isinstance(row, TokenRow))
+    def lengths(self) -> list[int]:
+        """Number of tokens of each model row; empty for images."""
+        return [len(row.ids) for row in self.request.rows if isinstance(row, TokenRow)]
 
 
 def find_drifts(

@@ -54,7 +54,9 @@ class MonitorRun:
     build: str  # Id of the active build
     precision: str
     rows: int  # Number of rows compared with the reference
-    redacted: int  # Number of rows that `redact` changed. Only lengths and distributions use them.
+    # Number of rows that `redact` changed or with encoded vectors. Only lengths and distributions
+    # use them.
+    redacted: int
     others: int  # Number of excluded rows, which other builds answered
     refused: int  # Number of answered rows that the pipeline now refuses
     damaged: int  # Number of lines that could not be read
@@ -113,7 +115,7 @@ class MonitorRun:
 
 def format_run(run: MonitorRun) -> Iterator[tuple[str, str]]:
     """Yield the lines of a run, each with its style."""
-    left = f", {run.redacted} more were redacted" if run.redacted else ""
+    left = f", {run.redacted} more were redacted or encoded" if run.redacted else ""
     yield f"{run.pipeline}, {run.precision}: {run.rows} new rows compared{left}", "bold"
     for metric in run.metrics:
         yield format_metric(metric), "red" if is_worse(metric) else ""

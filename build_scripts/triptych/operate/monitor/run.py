@@ -126,7 +126,8 @@ def run_monitor(
         read_again = read_requests(reader, take_evenly(recent, max_rows))
         recent_requests = [request for request in read_again if request is not None]
     lengths = None
-    if isinstance(reader, RequestReader) and recent_requests:
+    has_lengths = inputs.plan.lengths is not None
+    if has_lengths and isinstance(reader, RequestReader) and recent_requests:
         lengths = compare_lengths(inputs.plan, reader.lengths(recent_requests))
     distributions = tuple(_compare_categories(usual, accepted, rows))
     results = tuple(_summarize_test(test, result) for test, result in updated.items())
@@ -218,7 +219,7 @@ def _group_rows(
     for row, score in zip(rows, scores, strict=True):
         loss = score.losses[test]
         if ends:
-            index = bisect_left(ends, row.tokens)
+            index = bisect_left(ends, max(row.lengths, default=0))  # they are of model rows
             name = f"up to {ends[index]}" if index < len(ends) else f"over {ends[-1]}"
             groups.setdefault(("tokens", index, name), []).append(loss)
         label = first_label(row.expected)
@@ -239,7 +240,7 @@ def _find_worst(
         reverse=True,
     )
     for row, score in pairs[:MAX_WORST_ROWS]:
-        worst = LargeErrorRow(row.row.location, row.tokens, score.row_error, score.difference)
+        worst = LargeErrorRow(row.row.location, sum(row.lengths), score.row_error, score.difference)
         if show_texts:
             preview, expected = preview_text(row.row.inputs), describe_outputs(row.expected)
             actual = describe_outputs(row.row.answer)
@@ -255,8 +256,8 @@ def _compare_categories(
     before = [label for _, outputs in usual if (label := first_label(outputs)) is not None]
     now = [label for row in rows if (label := first_label(row.expected)) is not None]
     scripts = (
-        [main_script(request.sent) for request, _ in usual],
-        [main_script(request.sent) for request in requests],
+        [script for request, _ in usual if (script := main_script(request.sent))],
+        [script for request in requests if (script := main_script(request.sent))],
     )
     for distribution in (
         compare_distributions("labels", before, now),

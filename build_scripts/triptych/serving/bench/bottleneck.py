@@ -163,7 +163,9 @@ def _full_cores(measurement: Measurement) -> Bottleneck | None:
     if seen is None or seen.machine_cpu is None or _has_free_cores(measurement):
         return None
     by_model = {process.name: process.cpu_cores for process in seen.processes}
-    step = max(measurement.steps, key=lambda one: by_model.get(one.model, 0.0))
+    # Threads of the core also wait for work in a loop, while it is not busy.
+    most = {step.model: (step.busy or 1.0) * seen.cores for step in measurement.steps}
+    step = max(measurement.steps, key=lambda s: min(by_model.get(s.model, 0.0), most[s.model]))
     if not by_model.get(step.model):
         step = _slowest(measurement.steps)
     own = sum(by_model.values()) + seen.client_cpu_cores
