@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import shutil
 from base64 import b64encode
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,12 +19,14 @@ from numpy.typing import NDArray
 from tests.support.demo_pages import ask, open_demo
 from tests.support.image_models import KINDS, TOKENIZERS, save_image_model
 from tests.support.mistakes import refusal
+from tests.support.own_models import monitor_samples
 from tests.support.project import build_into, selected_names, traffic_texts
 from tests.support.task_reference import image_bytes
 from triptych.client import AsyncClient, Client, InvalidRequestError
 from triptych.gateway.app import make_app
 from triptych.gateway.http import Shared
 from triptych.gateway.pipelines import Pipelines
+from triptych.runtime.sampling import FOLDER_VARIABLE
 from triptych.serving.server import Server
 from triptych.spec.spec import load_spec
 
@@ -255,6 +258,54 @@ def test_the_gateway_takes_images_as_data_urls(server: Server) -> None:
     for url in ("http://127.0.0.1/a.png", "data:image/png;base64,§", "data:text/plain;base64,aa=="):
         answer = asyncio.run(post([forms[0][0], {"image": url}]))
         assert (answer.status_code, "input[1]" in answer.text) == (400, True), answer.text
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["0_CLIPModel", "CLIPModel", "Transformer"])
+def test_a_pair_of_sentence_transformers_has_its_vectors(tmp_path: Path, form: str) -> None:
+    from PIL import Image
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer import modules
+
+    plain, model = save_image_model("clip", tmp_path / "plain"), tmp_path / "model"
+    if form == "0_CLIPModel":  # of versions before 5.4
+        shutil.copytree(plain, model / form)
+        kind = "sentence_transformers.models.CLIPModel"
+        listed = [{"idx": 0, "name": "0", "path": form, "type": kind}]
+        (model / "modules.json").write_text(json.dumps(listed))
+    else:
+        module = getattr(modules, form)(str(plain))
+        SentenceTransformer(modules=[module], device="cpu").save(str(model))
+    folders, source = tmp_path / "pipelines", {"source": str(model)}
+    for folder in (
+        write_pipeline(folders / "pictures", "clip", pair_with="words", model=source),
+        write_texts(folders / "words", model, pair_with="pictures"),
+    ):
+        assert build_into(folder, tmp_path / "repository").gate.passed
+    encoder = SentenceTransformer(str(model), device="cpu")
+    opened = [Image.open(io.BytesIO(data)).convert("RGB") for data in IMAGES[:2]]
+    with Server(tmp_path / "repository") as server:
+        with Client("words", server.grpc_url) as client:
+            assert np.abs(client.embed(TEXTS) - encoder.encode(TEXTS)).max() <= 1e-5
+        with Client("pictures", server.grpc_url) as client:
+            assert np.abs(client.embed_images(opened) - encoder.encode(opened)).max() <= 1e-5
+            assert len(client.classify_images_zero_shot(opened, ["a", "b"])) == 2
+
+
+@pytest.mark.long
+def test_monitor_compares_images(tmp_path: Path) -> None:
+    sampling = {"sample": {"rate": 1.0, "window_s": 0.2}}
+    folder = write_pipeline(tmp_path / "pipelines/vit", "vit", serving=sampling)
+    build_into(folder, tmp_path / "repository")
+    environment = {FOLDER_VARIABLE: str(tmp_path / "samples")}
+    with (
+        Server(tmp_path / "repository", environment=environment) as server,
+        Client("vit", server.grpc_url) as client,
+    ):
+        client.embed_images(IMAGES)
+        found = monitor_samples(tmp_path, "vit", len(IMAGES))
+    assert found["rows"] >= len(IMAGES) - 1  # without that of the health check
+    assert (found["lengths"], found["distributions"]) == (None, [])
 
 
 def test_a_pooling_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:

@@ -140,7 +140,6 @@ def draw_matches(given: Row, row: Row) -> str:
     """Return the similarities of the tokens of `pair_vectors` in HTML, the row maxima marked."""
     (query, document), tokens = row["vectors"], row["tokens"]
     similarities = query @ document.T
-    low, high = float(similarities.min()), float(similarities.max())
     return render(
         "matches.html.j2",
         columns=tokens[1][:MAX_MATCHED],
@@ -148,8 +147,8 @@ def draw_matches(given: Row, row: Row) -> str:
             (token, values[:MAX_MATCHED].tolist(), int(values.argmax()), float(values.max()))
             for token, values in islice(zip(tokens[0], similarities, strict=True), MAX_MATCHED)
         ],
-        low=low,
-        width=(high - low) or 1.0,
+        low=float(similarities.min()),
+        width=float(np.ptp(similarities)) or 1.0,
         documents=tokens[1],
         score=float(max_similarity([query], [document])[0, 0]),
         queries=len(query),

@@ -285,11 +285,14 @@ class _RowForm:
         if self._kind == "matches" and len(rows) > 1:
             pairs = zip(rows, ROLES, strict=True)
             requests = [([each], {**parameters, ROLE: role}) for each, role in pairs]
-        with _told(len(rows)):
+        try:
             answers, times = _send(self._client, requests)
             found = answers[0]
             if self._labels:
                 found = _choose_labels(self._client, row[name], *beside[1:])
+        except InferenceError as error:  # The message need not name the only row.
+            message = plain(error.message if len(rows) == 1 else str(error))
+            raise gr.Error(str(message), duration=None, print_exception=False) from error
         lines = [line for each in answers for line in describe_answer(each)]
         lines = [*answer_views.describe_similarity(answers), *lines]
         shown: list[object] = ["\n".join(lines), times, answers]
@@ -389,24 +392,10 @@ def _choose_labels(client: Client, image: bytes, labels: str, template: str) -> 
     return {"label": [each.label for each in choices], "score": [each.score for each in choices]}
 
 
-@contextmanager
-def _told(rows: int) -> Iterator[None]:
-    """Show the error of a request of so many rows on the page."""
-    try:
-        yield
-    except InferenceError as error:  # The message need not name the only row.
-        message = plain(error.message if rows == 1 else str(error))
-        raise gr.Error(str(message), duration=None, print_exception=False) from error
-
-
 def _send(
     client: Client, requests: Sequence[tuple[Sequence[Row], Mapping[str, Any]]]
 ) -> tuple[list[Row], str]:
-    """Return the outputs of each row, and the table of the times of the steps.
-
-    Args:
-        requests: Rows and parameters of each request.
-    """
+    """Return the outputs of each row of all requests, and the table of the times of the steps."""
     steps: Sequence[StepStatistics] = ()
     rows = sum(len(rows) for rows, _ in requests)
     answers: list[Row] = []

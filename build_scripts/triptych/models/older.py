@@ -1,6 +1,7 @@
-"""Models in other forms: those of PyLate 3 and of Stanford's ColBERT, and those with a Router.
+"""Models in other forms: those of PyLate 3 and of Stanford's ColBERT, with a Router, and CLIP.
 
 sentence-transformers reads them and saves them in its own form, which is the only one read here.
+From a CLIP model that it saved, the files of transformers are taken.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from triptych.models.loading import one_line, quiet
 from triptych.models.routed import check_routes, write_parts
 from triptych.models.settings import CONFIG
 from triptych.models.source import CARD, hash_model, read_license, refuse_own_code
-from triptych.models.text import is_routed, read_json
+from triptych.models.text import OF_LIBRARY, find_clip, is_routed, read_json
 
 PYLATE, STANFORD = "ColBERT", "HF_ColBERT"
 """`model_type` of the file `settings.CONFIG`, and an architecture in ``config.json``."""
@@ -27,15 +28,21 @@ def in_current_form(folder: Path, loader: Loader, progress: Progress) -> Path:
     Raises:
         UserError: sentence-transformers cannot load the model, or its Router is not served.
     """
-    routed = is_routed(folder)
-    if routed:
+    clip = find_clip(folder) if loader in ("", "SentenceTransformer") else None
+    if routed := is_routed(folder):
         check_routes(folder, loader)
         for part in folder.glob("*/"):
             refuse_own_code(part)
-    elif not _is_older(folder, loader):
+    elif clip is None and not _is_older(folder, loader):
         return folder
 
     def work(target: Path) -> None:
+        if clip is not None:
+            for file in {*clip.glob("*.*"), *folder.glob(CARD)} - {
+                clip / name for name in OF_LIBRARY
+            }:
+                shutil.copy(file, target)
+            return
         import sentence_transformers
 
         load = getattr(sentence_transformers, loader)
@@ -65,7 +72,8 @@ def in_current_form(folder: Path, loader: Loader, progress: Progress) -> Path:
         "code": code_hash("models/older.py", "models/routed.py"),
     }
     stage = cached_stage("current_form", key, work, progress)
-    form = "a model with a Router" if routed else "an older form of a model with token vectors"
+    form = "a CLIP model" if clip else "an older form of a model with token vectors"
+    form = "a model with a Router" if routed else form
     progress("source", f"{form} is converted")
     return stage.folder
 

@@ -40,6 +40,7 @@ from triptych.models.text import (
     ModelConfig,
     Module,
     check_cross_encoder,
+    find_clip,
     is_routed,
     read_activation,
     read_entailment,
@@ -226,6 +227,7 @@ def check_model_files(folder: Path, field: str, source: str) -> None:
     """
     if is_routed(folder):  # `models.routed` checks it
         return
+    folder = find_clip(folder) or folder
     gliner = folder / "gliner_config.json"
     has_config = (folder / "config.json").is_file()
     refuse_adapter(folder, field, source, whole=has_config and has_weights(folder))
@@ -495,7 +497,8 @@ def _segments(tokenizer: Any, known_to_model: int) -> int:
 
 
 def _image_info(folder: Path) -> ImageInfo | None:
-    if not (folder / "preprocessor_config.json").is_file():
+    whole = read_json(folder / "processor_config.json", default={})  # of transformers 5
+    if not (folder / "preprocessor_config.json").is_file() and "image_processor" not in whole:
         return None
     from triptych.models.image_source import read_image_info
 

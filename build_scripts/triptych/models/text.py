@@ -271,6 +271,22 @@ def is_routed(folder: Path) -> bool:
     return any(_kind(module) == "Router" for module in read_module_list(folder)[:1])
 
 
+OF_LIBRARY = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
+"""Files of sentence-transformers in a folder that is also one of transformers."""
+
+
+def find_clip(folder: Path) -> Path | None:
+    """Return the folder of a CLIP model that is the only module of a model; else None."""
+    modules = read_module_list(folder)
+    if len(modules) != 1:
+        return None
+    part = folder / modules[0]["path"]
+    architectures = read_json(part / "config.json", default={}).get("architectures")
+    methods = read_json(part / OF_LIBRARY[1], default={}).get("modality_config", {})
+    usual = all(own["method"] == f"get_{name}_features" for name, own in methods.items())
+    return part if architectures == ["CLIPModel"] and usual else None
+
+
 def _is_causal(config: ModelConfig) -> bool:
     architectures = config.get("architectures") or [""]
     return architectures[0].endswith("ForCausalLM") and config.get("is_causal", True)

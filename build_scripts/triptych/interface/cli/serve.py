@@ -457,7 +457,7 @@ def ui(
     from triptych.serving.hot_reload import HotReload
     from triptych.serving.ports import is_loopback, reserve_ports
     from triptych.serving.server import Server, check_and_make_flags
-    from triptych.spec.spec import PipelineSpec
+    from triptych.spec.spec import EncoderSpec
 
     if url is None:
         check_built(folders.repository, name)
@@ -490,7 +490,7 @@ def ui(
                 except KeyboardInterrupt:
                     status.print("stopped", markup=False)
             return
-        pair = spec.pair_with if isinstance(spec, PipelineSpec) else None
+        pair = spec.pair_with if isinstance(spec, EncoderSpec) else None
         models = [each for each in (name, pair) if each and (folders.repository / each).is_dir()]
         server = Server(folders.repository, models=models)
         exchange = HotReload(

@@ -175,14 +175,8 @@ def _p_value(old: Counter[str], new: Counter[str]) -> float:
 
 
 def main_script(inputs: Mapping[str, str | bytes]) -> str:
-    """Return the most frequent script of a request's letters: ``LATIN``, ``CYRILLIC``, ``CJK``.
-
-    It is empty for a request without texts.
-    """
-    sent = [value for value in inputs.values() if isinstance(value, str)]
-    if not sent:
-        return ""
-    text = " ".join(sent)
+    """Return the most frequent script of a request's letters: ``LATIN``, ``CYRILLIC``, ``CJK``."""
+    text = " ".join(value for value in inputs.values() if isinstance(value, str))
     letters = [char for char in text[: 4 * MAX_LETTERS] if char.isalpha()][:MAX_LETTERS]
     names = Counter(unicodedata.name(char, NONE).partition(" ")[0] for char in letters)
     return names.most_common(1)[0][0] if names else NONE

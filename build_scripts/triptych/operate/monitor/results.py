@@ -54,9 +54,7 @@ class MonitorRun:
     build: str  # Id of the active build
     precision: str
     rows: int  # Number of rows compared with the reference
-    # Number of rows that `redact` changed or with encoded vectors. Only lengths and distributions
-    # use them.
-    redacted: int
+    redacted: int  # Number of rows with changed inputs or encoded vectors, not compared
     others: int  # Number of excluded rows, which other builds answered
     refused: int  # Number of answered rows that the pipeline now refuses
     damaged: int  # Number of lines that could not be read
@@ -158,7 +156,8 @@ def _format_worst(run: MonitorRun) -> Iterator[tuple[str, str]]:
     yield "rows with the largest error:", "bold"
     for row in run.worst:
         errors = f"row error {row.row_error:.3g}, difference {row.difference:.3g}"
-        yield f"  {row.location}, {row.tokens} tokens: {errors}", ""
+        size = f", {row.tokens} tokens" if row.tokens else ""
+        yield f"  {row.location}{size}: {errors}", ""
         if row.preview:
             yield f"    {row.preview!r}", ""
             yield f"    expected {row.expected}", ""

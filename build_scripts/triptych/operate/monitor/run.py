@@ -19,6 +19,7 @@ from triptych.core.inputs import PipelineInputs
 from triptych.core.reader import RequestReader
 from triptych.core.requests import GateRequest, preview_text
 from triptych.operate.monitor.findings import (
+    NONE,
     CategoryDistribution,
     ComparedRow,
     compare_distributions,
@@ -126,8 +127,7 @@ def run_monitor(
         read_again = read_requests(reader, take_evenly(recent, max_rows))
         recent_requests = [request for request in read_again if request is not None]
     lengths = None
-    has_lengths = inputs.plan.lengths is not None
-    if has_lengths and isinstance(reader, RequestReader) and recent_requests:
+    if isinstance(reader, RequestReader) and inputs.plan.lengths and recent_requests:
         lengths = compare_lengths(inputs.plan, reader.lengths(recent_requests))
     distributions = tuple(_compare_categories(usual, accepted, rows))
     results = tuple(_summarize_test(test, result) for test, result in updated.items())
@@ -256,12 +256,12 @@ def _compare_categories(
     before = [label for _, outputs in usual if (label := first_label(outputs)) is not None]
     now = [label for row in rows if (label := first_label(row.expected)) is not None]
     scripts = (
-        [script for request, _ in usual if (script := main_script(request.sent))],
-        [script for request in requests if (script := main_script(request.sent))],
+        [main_script(request.sent) for request, _ in usual],
+        [main_script(request.sent) for request in requests],
     )
     for distribution in (
         compare_distributions("labels", before, now),
         compare_distributions("scripts", *scripts),
     ):
-        if distribution is not None:
+        if distribution is not None and {*distribution.before, *distribution.now} != {NONE}:
             yield distribution
