@@ -52,6 +52,7 @@ from triptych.container.manifests import find_pipelines
 from triptych.gateway.app import make_app
 from triptych.gateway.http import Shared
 from triptych.gateway.pipelines import Pipelines
+from triptych.repository.lint.engine import unsupported
 from triptych.serving.server import Server
 from triptych.spec.spec import load_spec
 from triptych.tasks.catalog.text_embedding import ENCODINGS
@@ -289,6 +290,8 @@ def test_zero_shot_classification(ask: Any, reference: Any, repository: Path) ->
             options["multi_label"] = multi_label
             check_hypotheses(client, reference("bart_labels"), texts, labels, **options)
         assert client.infer({"text": texts[:2]})["label"].shape == (2, len(LABELS))
+    # A head that reads a mark in the text is one that TensorRT takes.
+    assert unsupported(repository / "bart_labels_core/1/model.onnx", 10) == []
 
 
 def test_image_classification(

@@ -254,9 +254,24 @@ class Edits:
         path = settings.pop("path", ONNX_FILE)
         self.files[path] = graph(**settings)
 
+    def operator(self, name: str) -> None:
+        """Write a bucketed core whose only node is this operator."""
+        inputs = [
+            helper.make_tensor_value_info("input_ids", TensorProto.INT32, ["rows", "tokens"]),
+            helper.make_tensor_value_info("row_length", TensorProto.INT32, ["rows", 1]),
+        ]
+        shape: list[str | int] = ["rows", 384]
+        output = helper.make_tensor_value_info("sentence_embedding", TensorProto.FLOAT, shape)
+        node = helper.make_node(name, ["row_length"], ["sentence_embedding"], "odd")
+        self.files[ONNX_FILE] = onnx_file([node], inputs, output, [])
+
+    def no_graph(self, number: int) -> None:
+        """Remove one of the CUDA graphs."""
+        self.replace(CORE, GRAPHS[number], "")
+
     def no_graphs(self) -> None:
-        for graph in GRAPHS:
-            self.replace(CORE, graph, "")
+        for number in range(len(GRAPHS)):
+            self.no_graph(number)
 
     def exact_graphs(self, most: int) -> None:
         """Replace the CUDA graphs by one for each padded length and number of rows up to `most`."""

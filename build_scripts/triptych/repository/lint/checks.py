@@ -24,7 +24,12 @@ from triptych.repository.lint import (
     openvino,
     profiles,
 )
-from triptych.repository.lint.engine import engine_built, engine_cores, engine_version
+from triptych.repository.lint.engine import (
+    engine_built,
+    engine_cores,
+    engine_operators,
+    engine_version,
+)
 from triptych.repository.lint.ensemble import wirings
 from triptych.repository.lint.releases import changed_behavior, known_defects
 from triptych.repository.lint.snapshot import (
@@ -62,6 +67,7 @@ CHECKS = (
     LintCheck("onnx-tensors", Repository.executed, core.onnx_tensors),
     LintCheck("engine-built", engine_cores, engine_built),
     LintCheck("engine-version", engine_cores, engine_version),
+    LintCheck("engine-operators", engine_cores, engine_operators),
     LintCheck("profile-batch", engine_cores, profiles.profile_batch),
     LintCheck("profile-names", engine_cores, profiles.profile_names),
     LintCheck("profile-range", engine_cores, profiles.profile_range),

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from triptych.base.releases import CONTEXT_MEMORY, first_release
 from triptych.repository.lint.config import spec_faults
-from triptych.repository.lint.engine import EngineCore, Shapes
+from triptych.repository.lint.engine import EngineCore, Shapes, between, engine_cores
 from triptych.repository.lint.snapshot import Flaw, Model, dims_text, error, names, warning
-from triptych.spec.engine_plan import ShapeRange
+from triptych.spec.engine_plan import MAX_GRAPHS, ShapeRange
+
+if TYPE_CHECKING:
+    from tritonclient.grpc.model_config_pb2 import ModelOptimizationPolicy
 
 # Each context reserves scratch memory for the largest profile and captures its own CUDA graphs
 # while the model loads. Six buckets, the default, for two instances are below the limit.
 _MAX_CONTEXTS = 16
 _MANY_PROFILES = 2
 _ALLOCATION_SINCE = first_release(CONTEXT_MEMORY)
+_GIVEN_AT_MOST = 4
 
 
 def profile_batch(core: EngineCore) -> Iterator[Flaw]:
@@ -158,7 +163,7 @@ def profile_switching(core: EngineCore) -> Iterator[Flaw]:
 
 
 def cuda_graphs(model: Model) -> Iterator[Flaw]:
-    """Check that CUDA graphs are used: on TensorRT, for known shapes."""
+    """Check that CUDA graphs are used: on TensorRT, for known shapes, without gaps or overlaps."""
     cuda = model.config.optimization.cuda
     if cuda.graphs and model.backend != "tensorrt":
         yield warning(
@@ -180,9 +185,85 @@ def cuda_graphs(model: Model) -> Iterator[Flaw]:
             "graphs: true, no graph_spec, inputs of variable shape",
             "Add a graph_spec with a graph_lower_bound for each length and batch size",
         )
-    elif cuda.graph_spec and not cuda.graphs and model.backend == "tensorrt":
+    elif cuda.graphs:
+        if cuda.graph_spec and not any(any(spec_faults(model, s)) for s in cuda.graph_spec):
+            yield from _uncovered(
+                next(c for c in engine_cores(model.repository) if c.model is model)
+            )
+    elif cuda.graph_spec and model.backend == "tensorrt":
         yield warning(
             "should turn CUDA graphs on for graph_spec to do anything",
             f"{len(cuda.graph_spec)} graph_spec, graphs is off",
             "Write graphs: true in optimization.cuda, or remove graph_spec",
         )
+
+
+def _uncovered(core: EngineCore) -> Iterator[Flaw]:
+    """Yield batches of the planned shapes without a graph, or with several."""
+    without, several = [], []
+    for label, dims in _planned(core):
+        specs = [s for s in core.config.optimization.cuda.graph_spec if _is_for(s, dims)]
+        # Without a lower bound a graph is only used for its own number of rows.
+        spans = [(s.graph_lower_bound.batch_size or s.batch_size, s.batch_size) for s in specs]
+        counts = {
+            size: sum(low <= size <= high for low, high in spans)
+            for size in range(1, core.config.max_batch_size + 1)
+        }
+        missing = [size for size, count in counts.items() if count == 0]
+        without += [f"{_ranges(missing)} rows{label}"] if missing else []
+        double = [size for size, count in counts.items() if count > 1]
+        several += [f"{_ranges(double)} rows{label}"] if double else []
+    if without and len(core.config.optimization.cuda.graph_spec) < MAX_GRAPHS:
+        yield warning(
+            "should have a CUDA graph for every batch that can form",
+            f"none for {_some(without)}",
+            "Add a graph_spec, or set batch_size in the graph_lower_bound of the next larger one "
+            "to 1 more than that of the next smaller",
+        )
+    if several:
+        yield warning(
+            "should have one CUDA graph for a batch: each takes memory and load time",
+            f"several for {_some(several)}",
+            "Raise batch_size in graph_lower_bound above that of the next smaller one",
+        )
+
+
+def _planned(core: EngineCore) -> Iterator[tuple[str, Shapes]]:
+    """Yield the dims of possible rows; if they are unknown, the dims of the graphs."""
+    lengths = sorted({length for rows in core.rows for length in rows.padded})
+    if lengths or not core.model.varying:
+        for length in lengths or [0]:
+            yield f" of {length}" if length else "", core.row(length)
+        return
+    seen: list[Shapes] = []
+    for spec in core.config.optimization.cuda.graph_spec:
+        dims = {name: tuple(shape.dim) for name, shape in spec.input.items()}
+        if dims not in seen:
+            seen.append(dims)
+            yield " of " + ", ".join(dims_text(dims[name]) for name in sorted(dims)), dims
+
+
+def _is_for(spec: ModelOptimizationPolicy.Cuda.GraphSpec, dims: Shapes) -> bool:
+    """Return whether a graph is used for rows of these dims; unnamed inputs are ignored."""
+    low = spec.graph_lower_bound.input
+    return all(
+        between(tuple(low[name].dim if name in low else one.dim), dims[name], tuple(one.dim))
+        for name, one in spec.input.items()
+        if name in dims
+    )
+
+
+def _ranges(sizes: list[int]) -> str:
+    """Return sizes as text, such as ``3, 5 to 7``."""
+    runs: list[list[int]] = []
+    for size in sizes:
+        if runs and size == runs[-1][-1] + 1:
+            runs[-1].append(size)
+        else:
+            runs.append([size])
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _some(items: list[str]) -> str:
+    more = len(items) - _GIVEN_AT_MOST
+    return "; ".join(items[:_GIVEN_AT_MOST]) + (f"; and {more} more" if more > 0 else "")
