@@ -476,8 +476,10 @@ def test_bench_measures_every_response(
         )
         return bench_generation(inputs, options).points[0].typical
 
-    # Streams that ended with an error are waited for: not for a minute here.
-    monkeypatch.setattr(measuring, "STREAMS_END_S", 1.0)
+    # Streams that ended with an error are waited for, and an empty window is repeated with twice
+    # its time: not for a minute each here.
+    for name in ("STREAMS_END_S", "EMPTY_S", "MIN_WINDOW_DOUBLINGS"):
+        monkeypatch.setattr(measuring, name, 1)
     refused = typical(OfferedLoad("constant", 200), seconds=1.8)
     # perf_analyzer hears of it where its windows end before its streams have.
     assert refused.errors

@@ -485,6 +485,7 @@ def test_a_step_that_dies_as_the_server_gets_ready_is_noticed(
     """Between two looks of the supervisor; process 5 only read the config of a model."""
     looks = iter([{5: "a"}, {6: "a", 7: "b"}, {6: "a"}])
     ready = iter([False, False, True])
+    monkeypatch.setattr(supervisor, "conceal_keys", lambda _server: True)  # it is no server
     monkeypatch.setattr(supervisor, "step_processes", lambda _server: next(looks))
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as server:
         assert (
@@ -522,6 +523,7 @@ def test_a_step_that_the_kernel_killed_for_memory_is_told(
         file.write_text("oom 4\noom_kill 3\noom_group_kill 0\n")
         return steps
 
+    monkeypatch.setattr(supervisor, "conceal_keys", lambda _server: True)  # it is no server
     monkeypatch.setattr(supervisor, "step_processes", lambda _server: {5: "a"})
     monkeypatch.setattr(supervisor, "dead_steps", kill)
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as server:
