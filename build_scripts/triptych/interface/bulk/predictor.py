@@ -49,6 +49,8 @@ class Predictor:
         parameters: Parameters of every request.
         timeout_s: Maximum time in seconds for a request, and for the server to be unreachable;
             None for 30, or 600 for a pipeline that generates text.
+        fixed_size: Whether vectors are lists of a fixed size. pyarrow reads no such list from a
+            Parquet file in which one is null, because its row failed.
 
     Raises:
         UserError: The pipeline is not built or not served, or an argument is not supported by it.
@@ -63,6 +65,7 @@ class Predictor:
         columns: Mapping[str, str] | None = None,
         parameters: Mapping[str, Parameter] | None = None,
         timeout_s: float | None = None,
+        fixed_size: bool = True,
     ) -> None:
         self._make = partial(
             Predictor,
@@ -72,6 +75,7 @@ class Predictor:
             columns=columns,
             parameters=parameters,
             timeout_s=timeout_s,
+            fixed_size=fixed_size,
         )
         if repository is not None and url is not None:
             raise UserError(
@@ -86,15 +90,16 @@ class Predictor:
         options = JobOptions(name, url or "", columns or {}, {}, pairs, timeout_s)
         self._session = Session(options, repository)
         self._columns = [*self._session.job.outputs, AnswerColumn(ERROR, ERROR)]
+        self._fixed = fixed_size
         self._lock = threading.Lock()
         self._arrow: dict[tuple[str, ...], ArrowColumns] = {}  # By the columns of a batch
 
     def __call__(self, batch: Mapping[str, NDArray[Any]] | pa.Table) -> pa.Table:
         """Return the rows of a batch with their results, in order, as a table of Arrow.
 
-        Vectors are lists of a fixed size, other outputs of several elements lists, and entities
-        lists of structs. `error` is null, or the reason why the row has no result. An output with
-        the name of a column of the batch comes as ``NAME.output``.
+        Vectors are lists of a fixed size if `fixed_size`, other outputs of several elements lists,
+        and entities lists of structs. `error` is null, or the reason why the row has no result. An
+        output with the name of a column of the batch comes as ``NAME.output``.
 
         Args:
             batch: Table of Arrow, or columns of numpy of the shape ``[rows, …]``.
@@ -110,7 +115,8 @@ class Predictor:
         check_columns(wanted, names)
         if names not in self._arrow:
             pipeline = session.options.pipeline
-            self._arrow[names] = ArrowColumns(name_columns(pipeline, self._columns, names))
+            columns = name_columns(pipeline, self._columns, names)
+            self._arrow[names] = ArrowColumns(columns, fixed=self._fixed)
         with self._lock:
             size = session.job.chunk_rows
             chunks = (
