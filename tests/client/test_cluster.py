@@ -202,11 +202,14 @@ def test_a_corpus_in_a_store_of_s3_is_read_and_written(
     access["PYTHONPATH"] = str(tmp_path / "boto")
     uploads = "import boto3; s3 = boto3.client('s3'); upload = {'Bucket': 'corpus'};"
     tell = [sys.executable, "-c", uploads + "print(s3.list_multipart_uploads(**upload))"]
-    begin = uploads + "s3.create_multipart_upload(Key='out/part-000001.parquet', **upload)"
+    begin = uploads + (
+        "s3.create_multipart_upload(Key='out/part-000001.parquet', **upload);"
+        "s3.create_multipart_upload(Key='out/mine/part-000001.parquet', **upload)"
+    )
     environment = {**os.environ, **access}
     subprocess.run([sys.executable, "-c", begin], check=True, env=environment)
     told = subprocess.run(tell, check=True, env=environment, capture_output=True, text=True)
-    assert "'Uploads'" in told.stdout
+    assert told.stdout.count("'UploadId'") == 2
     run = infer(
         *("toy", "--file", "s3://corpus/in/*", "--out", "s3://corpus/out", "--url", toy.url),
         *("--max-errors", "1", "--price-per-hour", "3"),
@@ -218,7 +221,8 @@ def test_a_corpus_in_a_store_of_s3_is_read_and_written(
     assert done["rows"] == FILES * ROWS + 2
     assert done["cost_per_million"] == pytest.approx(3 / 3600 * 1e6 / done["rows_per_s"], rel=0.01)
     told = subprocess.run(tell, check=True, env=environment, capture_output=True, text=True)
-    assert "'Uploads'" not in told.stdout
+    assert told.stdout.count("'UploadId'") == 1
+    assert "out/mine/" in told.stdout
     out = tmp_path / "fetched"
     out.mkdir()
     subprocess.run(

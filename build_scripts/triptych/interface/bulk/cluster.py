@@ -179,7 +179,8 @@ def _cluster(address: str) -> Iterator[Any]:
     except ConnectionError as error:
         if address != "auto":
             remedy = "Give the address of a running cluster, auto, or local"
-            raise UserError("--ray", "is not reached", given=address, remedy=remedy) from error
+            given = f"{address}: {error!s:.300}"
+            raise UserError("--ray", "is not reached", given=given, remedy=remedy) from error
     try:
         if not ray.is_initialized():
             ray.init(
@@ -212,12 +213,19 @@ def _results(
     """
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     nodes = [node for node in alive if node.get("CPU")]  # without a head that runs nothing
+    if not nodes:  # Ray would wait without end
+        raise UserError(
+            "--ray",
+            "must be a cluster with a node that has CPUs",
+            given=f"{options.address}, whose nodes have none",
+            remedy="Start its nodes first: there is one process for each node or GPU",
+        )
     gpus = int(sum(node.get("GPU", 0) for node in nodes))
     if gpus and options.repository is not None:
         count, needed = gpus, {"num_gpus": 1}
     else:
-        most = min((int(node["CPU"]) for node in nodes), default=1)
-        count, needed = max(len(nodes), 1), {"num_cpus": most // 2 + 1}
+        most = min(int(node["CPU"]) for node in nodes)
+        count, needed = len(nodes), {"num_cpus": most // 2 + 1}
     rows = ray.data.from_items(
         [{"part": json.dumps(part)} for part in parts],
         override_num_blocks=min(len(parts), _MAX_BLOCKS),
@@ -237,6 +245,7 @@ class PartWorker:
     def __init__(self, options: ClusterOptions) -> None:
         self._options = options
         self._session: Session | None = None
+        self._used: dict[str, float] = {}  # `Session.use` at the end of the part before
 
     def __call__(self, batch: dict[str, NDArray[np.object_]]) -> dict[str, list[str]]:
         """Return the results of parts as JSON; see `_results`."""
@@ -277,8 +286,8 @@ class PartWorker:
                     remedy="Give every node the same model repository",
                 )
             self._session = Session(options, folder)
+            self._used = self._session.use()
         times = dict.fromkeys(("read", "tokenize", "core", "write"), 0.0)
-        before = self._session.use()
         with tempfile.TemporaryDirectory(prefix=_SCRATCH) as scratch:
             results = Path(scratch, "results")
             with _timed(times, "read"):
@@ -289,7 +298,8 @@ class PartWorker:
                 size, digest = results.stat().st_size, sha256_of(results)
                 output.publish(f"{part.name}.parquet", file)
         seconds = time.monotonic() - began
-        used = {name: value - before.get(name, 0.0) for name, value in self._session.use().items()}
+        before, self._used = self._used, self._session.use()
+        used = {name: value - before.get(name, 0.0) for name, value in self._used.items()}
         tokens = int(used.pop("tokens", 0))
         waited = seconds - sum(times.values())
         for name, busy in used.items():

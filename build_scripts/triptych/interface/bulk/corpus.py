@@ -28,6 +28,7 @@ from triptych.base.errors import UserError
 
 _MANIFEST = "_triptych"
 _RUN = "run.json"
+_RESULTS = r"part-\d{6,}\.parquet"
 
 
 class CorpusPart(NamedTuple):
@@ -183,7 +184,10 @@ class Output:
         self.publish(f"{_MANIFEST}/{part.name}.json", json.dumps(record._asdict()).encode())
 
     def abort_uploads(self) -> None:
-        """Abort the multipart uploads to S3 that killed processes left, if boto3 is installed."""
+        """Abort the multipart uploads of results that killed processes left in S3.
+
+        It needs boto3; uploads of other keys under the folder are not touched.
+        """
         if self._store.type_name != "s3" or find_spec("boto3") is None:
             return
         import boto3
@@ -195,7 +199,8 @@ class Output:
             for page in pages.paginate(Bucket=bucket, Prefix=f"{folder}/"):
                 for upload in page.get("Uploads", ()):
                     at = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
-                    client.abort_multipart_upload(Bucket=bucket, **at)
+                    if re.fullmatch(_RESULTS, at["Key"].removeprefix(f"{folder}/")):
+                        client.abort_multipart_upload(Bucket=bucket, **at)
 
     def publish(self, name: str, content: bytes | IO[bytes]) -> None:
         """Write a file atomically. An object of a store appears when its upload is complete."""
