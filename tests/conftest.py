@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out files without pure tests before they are imported."""
-    if not config.getoption("--pure") or not collection_path.is_file():
+    if not config.getoption("--pure") or collection_path.suffix != ".py":
         return None
     return True if FILE_IS_NOT_PURE.search(collection_path.read_text(encoding="utf-8")) else None
 

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from triptych.base.formatting import amount
 from triptych.base.tensors import TokenRow
 from triptych.core.reader import RequestReader
 from triptych.core.requests import (
@@ -294,7 +293,7 @@ class GateRows:
             few = f"; at least {MIN_RECOMMENDED_ROWS} are recommended for the gate"
         return (
             f"{gate} for the gate, {len(self.requests) - gate} edge cases, "
-            f"{amount(len(self.calibration), 'row')} for calibration{few}"
+            f"{len(self.calibration)} rows for calibration{few}"
         )
 
 

@@ -452,12 +452,11 @@ def ui(
     The page shows the answers in the form of the task, and the time of each step.
     """
     from triptych.client.server_info import check_served
-    from triptych.repository.store import recover
+    from triptych.repository.store import read_build, recover
     from triptych.serving.endpoint import check_built
     from triptych.serving.hot_reload import HotReload
     from triptych.serving.ports import is_loopback, reserve_ports
     from triptych.serving.server import Server, check_and_make_flags
-    from triptych.spec.spec import EncoderSpec
 
     if url is None:
         check_built(folders.repository, name)
@@ -490,7 +489,8 @@ def ui(
                 except KeyboardInterrupt:
                     status.print("stopped", markup=False)
             return
-        pair = spec.pair_with if isinstance(spec, EncoderSpec) else None
+        build = read_build(folders.repository, name)
+        pair = build.pair_with if build else ""
         models = [each for each in (name, pair) if each and (folders.repository / each).is_dir()]
         server = Server(folders.repository, models=models)
         exchange = HotReload(
