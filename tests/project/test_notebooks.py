@@ -7,8 +7,6 @@ import ast
 import contextlib
 import io
 import json
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.gateway_environment import python_with
 from tests.support.project import ROOT
+from tests.support.spark_environment import run_python
 
 EXAMPLES = ROOT / "examples"
 NOTEBOOKS = sorted(path.stem for path in EXAMPLES.glob("*.ipynb"))
@@ -74,24 +72,7 @@ Path("found.json").write_text(json.dumps(found), encoding="utf-8")
 
 def run_apart(path: Path, folder: Path) -> dict[str, Any]:
     """The same in a process of its own; Spark comes from an environment beside the project's."""
-    paths = [ROOT, ROOT / "build_scripts"]
-    if path.stem == "spark":
-        if shutil.which("java") is None:
-            pytest.skip("needs a Java of 17 or newer on PATH")
-        paths.append(next(python_with(ROOT / "tests/data/spark.txt").parents[1].glob("lib/*/*")))
-    variables = {
-        "PYTHONPATH": os.pathsep.join(map(str, paths)),
-        "PYSPARK_PYTHON": sys.executable,
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", APART, str(path)],
-        cwd=folder,
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    run_python(APART, path, cwd=folder, timeout_s=600, spark=path.stem == "spark")
     found: dict[str, Any] = json.loads((folder / "found.json").read_text(encoding="utf-8"))
     return found
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -293,8 +293,7 @@ class _RowForm:
         except InferenceError as error:  # The message need not name the only row.
             message = plain(error.message if len(rows) == 1 else str(error))
             raise gr.Error(str(message), duration=None, print_exception=False) from error
-        lines = [line for each in answers for line in describe_answer(each)]
-        lines = [*answer_views.describe_similarity(answers), *lines]
+        lines = [*answer_views.describe_similarity(answers), *chain(*map(describe_answer, answers))]
         shown: list[object] = ["\n".join(lines), times, answers]
         if self._view is not None:
             value = None

@@ -29,19 +29,20 @@ def in_current_form(folder: Path, loader: Loader, progress: Progress) -> Path:
         UserError: sentence-transformers cannot load the model, or its Router is not served.
     """
     clip = find_clip(folder) if loader in ("", "SentenceTransformer") else None
+    form = "an older form of a model with token vectors"
     if routed := is_routed(folder):
+        form = "a model with a Router"
         check_routes(folder, loader)
         for part in folder.glob("*/"):
             refuse_own_code(part)
-    elif clip is None and not _is_older(folder, loader):
+    elif clip is not None:
+        form = "a CLIP model"
+    elif not _is_older(folder, loader):
         return folder
 
     def work(target: Path) -> None:
         if clip is not None:
-            for file in {*clip.glob("*.*"), *folder.glob(CARD)} - {
-                clip / name for name in OF_LIBRARY
-            }:
-                shutil.copy(file, target)
+            _copy_clip(clip, folder, target)
             return
         import sentence_transformers
 
@@ -72,10 +73,15 @@ def in_current_form(folder: Path, loader: Loader, progress: Progress) -> Path:
         "code": code_hash("models/older.py", "models/routed.py"),
     }
     stage = cached_stage("current_form", key, work, progress)
-    form = "a CLIP model" if clip else "an older form of a model with token vectors"
-    form = "a model with a Router" if routed else form
     progress("source", f"{form} is converted")
     return stage.folder
+
+
+def _copy_clip(clip: Path, folder: Path, target: Path) -> None:
+    """Copy the files of transformers, and the model card of the folder around them."""
+    for file in (*clip.glob("*.*"), *folder.glob(CARD)):
+        if file.name not in OF_LIBRARY:
+            shutil.copy(file, target)
 
 
 def _is_older(folder: Path, loader: Loader) -> bool:

@@ -271,7 +271,8 @@ def is_routed(folder: Path) -> bool:
     return any(_kind(module) == "Router" for module in read_module_list(folder)[:1])
 
 
-OF_LIBRARY = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
+_MODULE_CONFIG = "sentence_bert_config.json"
+OF_LIBRARY = ("modules.json", _MODULE_CONFIG, "config_sentence_transformers.json")
 """Files of sentence-transformers in a folder that is also one of transformers."""
 
 
@@ -282,7 +283,7 @@ def find_clip(folder: Path) -> Path | None:
         return None
     part = folder / modules[0]["path"]
     architectures = read_json(part / "config.json", default={}).get("architectures")
-    methods = read_json(part / OF_LIBRARY[1], default={}).get("modality_config", {})
+    methods = read_json(part / _MODULE_CONFIG, default={}).get("modality_config", {})
     usual = all(own["method"] == f"get_{name}_features" for name, own in methods.items())
     return part if architectures == ["CLIPModel"] and usual else None
 

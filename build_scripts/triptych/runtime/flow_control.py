@@ -110,6 +110,11 @@ class HandedOver(NamedTuple):
     was_chosen: bool
     is_newest: bool
 
+    @property
+    def since(self) -> float:
+        """Time of its arrival, by `time.monotonic`."""
+        return self.at - self.age_s
+
 
 class FlowControl:
     """Flow control of one preprocess instance, by the settings of its step.
@@ -246,6 +251,11 @@ class FlowControl:
         """Age from which on a request is patient."""
         return PATIENT * (self._limit_s + self._core_s)
 
+    @property
+    def _free_marks(self) -> int:
+        """Number of requests that may be handed over beside those that are in the core."""
+        return MARKS - PROBE_MARKS - len(self._handed_over)
+
     def _first_younger(self, now: float, age_s: float) -> int:
         """Return the index of the oldest request that waits for at most this time."""
         return bisect_left(self._waiting, now - age_s, key=lambda queued: queued.since)
@@ -254,7 +264,7 @@ class FlowControl:
         """Take the jobs that the core gets now, about `room` rows, out of the queue."""
         waiting, chosen = self._waiting, list[Any]()
         first = self._first_younger(now, self._limit_s)
-        free = MARKS - PROBE_MARKS - len(self._handed_over)
+        free = self._free_marks
         while room > 0 and waiting and len(chosen) < free:
             if first >= len(waiting) and room <= self._max_rows / 2:
                 break  # the others have most likely left; a new request must find room
@@ -274,8 +284,7 @@ class FlowControl:
     def _choose_probes(self) -> list[Any]:
         """Take the newest jobs, one more each time since the last answer, up to a batch."""
         rows, chosen = 0, list[Any]()
-        free = MARKS - PROBE_MARKS - len(self._handed_over)
-        most = min(self._probes if self._core_s else 1, free)
+        most = min(self._probes if self._core_s else 1, self._free_marks)
         while self._waiting and len(chosen) < most and rows < self._batch_rows:
             chosen.append(self._waiting.pop().job)
             rows += chosen[-1].rows
@@ -283,7 +292,7 @@ class FlowControl:
 
     def _choose_new(self, now: float) -> list[Any]:
         """Take jobs that came since the core was found silent, as few as it computes at once."""
-        rows = sum(e.rows for e in self._handed_over if e.at - e.age_s >= self._probed_at)
+        rows = sum(each.rows for each in self._handed_over if each.since >= self._probed_at)
         first, chosen = self._first_younger(now, now - self._probed_at), list[Any]()
         while len(self._waiting) > first and rows < self._batch_rows / 4:
             chosen.append(self._waiting.pop(first).job)

@@ -132,8 +132,8 @@ def _named_differences(one: Outputs, other: Outputs, outputs: tuple[str, str]) -
     for mine, others in ((here, there), (there, here)):
         last = min(others.values(), default=0.0)
         for name, score in mine.items():
-            nearest = min(last, 0.0, key=lambda value: abs(value - score))
-            yield abs(float(score) - float(others.get(name, nearest)))
+            found = [others[name]] if name in others else [last, 0.0]
+            yield min(abs(float(score) - float(each)) for each in found)
 
 
 def _entries(array: Array) -> list[object]:

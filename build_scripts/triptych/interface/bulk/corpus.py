@@ -28,7 +28,8 @@ from triptych.base.errors import UserError
 
 _MANIFEST = "_triptych"
 _RUN = "run.json"
-_RESULTS = r"part-\d{6,}\.parquet"
+_PART = r"(part-(\d{6,}))"
+"""Pattern of `CorpusPart.name`, with its number."""
 
 
 class CorpusPart(NamedTuple):
@@ -171,7 +172,7 @@ class Output:
             for name in sizes:
                 if name.startswith(f"{_MANIFEST}/."):  # of a killed process
                     self._store.delete_file(f"{self._folder}/{name}")
-                if found := re.fullmatch(rf"{_MANIFEST}/(part-(\d+))\.json", name):
+                if found := re.fullmatch(rf"{_MANIFEST}/{_PART}\.json", name):
                     record = PartRecord(**json.loads(self._read(name)))
                     if sizes.get(f"{found[1]}.parquet") == record.size:
                         records[int(found[2])] = record
@@ -199,7 +200,7 @@ class Output:
             for page in pages.paginate(Bucket=bucket, Prefix=f"{folder}/"):
                 for upload in page.get("Uploads", ()):
                     at = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
-                    if re.fullmatch(_RESULTS, at["Key"].removeprefix(f"{folder}/")):
+                    if re.fullmatch(rf"{_PART}\.parquet", at["Key"].removeprefix(f"{folder}/")):
                         client.abort_multipart_upload(Bucket=bucket, **at)
 
     def publish(self, name: str, content: bytes | IO[bytes]) -> None:
