@@ -131,6 +131,7 @@ def test_the_fastest_that_passes_is_built_and_measured_once(
     assert again.gate == built.gate
 
 
+@pytest.mark.long
 def test_a_candidate_that_fails_is_not_measured(
     pipeline: Path, tmp_path: Path, pretend: Pretend
 ) -> None:

@@ -418,9 +418,9 @@ def test_a_full_disk_is_reported_and_changes_nothing(
 
 
 CASES = (
-    ("topics", "bucketed", "fp16"),
+    pytest.param("topics", "bucketed", "fp16", marks=pytest.mark.long),
     ("tags", "packed", "fp16"),
-    ("answers", "bucketed", "fp32"),
+    pytest.param("answers", "bucketed", "fp32", marks=pytest.mark.long),
     ("images", "fixed", "fp16"),
 )
 """Pipeline of `MODELS`, layout, precision: classes of rows and of tokens, spans, and images."""

@@ -16,7 +16,7 @@ from tests.support import architectures as models
 from tests.support.architectures import OTHERS, SHARED
 from tests.support.checkpoint_files import change
 from tests.support.mistakes import check_refused, refusal
-from tests.support.project import LAYOUTS, ROOT, share_export_registry
+from tests.support.project import ROOT, share_export_registry
 from triptych.base.tensors import INPUT_IDS, ROW_LENGTH, ROW_OFFSET, TokenRow
 from triptych.core.export.packing import CannotPack
 from triptych.core.export.to_onnx import convert, export_onnx
@@ -103,7 +103,7 @@ POOLINGS = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lastt
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["packed", pytest.param("bucketed", marks=pytest.mark.long)])
 def test_every_pooling_equals_sentence_transformers(
     tiny_model: Path, tmp_path: Path, layout: str
 ) -> None:

@@ -26,10 +26,10 @@ pytestmark = pytest.mark.build
 PACKED = models.LAYOUT_INPUTS["packed"]
 CASES = [
     ("bert", "embedding", True),
-    ("roberta", "mask", True),
+    pytest.param("roberta", "mask", True, marks=pytest.mark.long),
     ("modernbert", "scores", True),
     ("distilbert", "tokens", True),
-    ("mpnet", "embedding", False),
+    pytest.param("mpnet", "embedding", False, marks=pytest.mark.long),
 ]
 """Architecture, head, and whether attention is an operator of ONNX Runtime."""
 

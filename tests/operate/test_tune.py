@@ -88,6 +88,7 @@ def test_only_the_models_that_changed_are_loaded_again(home: Path) -> None:
     assert "tiny_preprocess" in again[1]
 
 
+@pytest.mark.long
 def test_an_interrupted_run_leaves_nothing_but_what_it_has_measured(
     home: Path, tmp_path: Path
 ) -> None:

@@ -60,6 +60,7 @@ def measure(home: Path, model: Path, device: str, *words: str) -> list[parts.Res
         return run.run(parts.list_parts(options), machine, options, lambda so_far: None)
 
 
+@pytest.mark.long
 @pytest.mark.server
 @pytest.mark.replacement  # served by the emulated backend, which the command itself refuses
 def test_a_tiny_model_is_measured_on_a_cpu(tmp_path: Path, tiny_model: Path) -> None:

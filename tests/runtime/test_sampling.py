@@ -451,6 +451,7 @@ def test_a_forged_sample_is_counted_and_reported_and_not_kept(server: Server, bu
     assert "299 requests with forged samples" in done.output
 
 
+@pytest.mark.long
 @pytest.mark.server
 def test_texts_six_times_as_long_are_a_drift_until_the_traffic_has_them(
     server: Server, built: Path
