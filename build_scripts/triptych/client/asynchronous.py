@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
-from typing_extensions import Unpack
 
 from triptych.client import flows, tasks, zero_shot
 from triptych.client.connection import Connection, Opened
@@ -23,8 +22,7 @@ from triptych.client.flows import (
     make_method,
     task_flows,
 )
-from triptych.client.generation import Sampling, encode_inputs
-from triptych.client.streams import AsyncGeneration
+from triptych.client.streams import AsyncGeneration, GeneratingClient
 from triptych.client.tasks import Row, TaskCall, Whole
 from triptych.client.work import END_S, Portion, Work
 
@@ -56,12 +54,14 @@ def _awaited_task(
     return _awaited(whole), _awaited(each)
 
 
-class AsyncClient(PipelineClient):
+class AsyncClient(GeneratingClient[AsyncGeneration]):
     """Client for one event loop, from its first call to `close`.
 
     Its settings are those of `PipelineClient`. A task that is canceled during a call cancels the
     call's requests.
     """
+
+    _generation_class = AsyncGeneration
 
     embed, embed_each = _awaited_task(tasks.embed)
     embed_sparse, embed_sparse_each = _awaited_task(tasks.embed_sparse)
@@ -80,33 +80,6 @@ class AsyncClient(PipelineClient):
     infer, infer_each = _awaited(flows.infer), _awaited(flows.infer_each)
     interface, ready = _awaited(flows.interface), _awaited(flows.ready)
     step_statistics = _awaited(flows.step_statistics)
-
-    def generate(
-        self, prompt: str, *, timeout_s: float | None = None, **sampling: Unpack[Sampling]
-    ) -> AsyncGeneration:
-        """Continue a prompt.
-
-        Returns:
-            An iterator of chunks, which also has the `whole`; `timeout_s` is for all of it.
-
-        Raises:
-            InvalidRequestError: The request cannot be encoded. The iterator raises other errors.
-        """
-        return AsyncGeneration(self, encode_inputs(prompt, None, sampling), timeout_s)
-
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        *,
-        tools: Sequence[Mapping[str, object]] = (),
-        timeout_s: float | None = None,
-        **sampling: Unpack[Sampling],
-    ) -> AsyncGeneration:
-        """Answer a conversation, of messages with `role` and `content`; else as `generate`.
-
-        The chat template renders `tools`, in the form of OpenAI; calls of them are text.
-        """
-        return AsyncGeneration(self, encode_inputs("", messages, sampling, tools), timeout_s)
 
     def _finish_in_background(self, work: asyncio.Task[None]) -> None:
         self._finishing.add(work)

@@ -14,14 +14,15 @@ import asyncio
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
+from typing_extensions import Unpack
 
 from triptych.client.connection import Opened
 from triptych.client.errors import (
@@ -31,7 +32,14 @@ from triptych.client.errors import (
     stream_error,
 )
 from triptych.client.flows import CALL_HEADERS, PipelineClient
-from triptych.client.generation import Chunk, Completion, GenerationRequest, GenerationState
+from triptych.client.generation import (
+    Chunk,
+    Completion,
+    GenerationRequest,
+    GenerationState,
+    Sampling,
+    encode_inputs,
+)
 
 if TYPE_CHECKING:
     from tritonclient.grpc import service_pb2
@@ -203,6 +211,42 @@ class _Stream:
 
     def __del__(self) -> None:
         self._end()
+
+
+Started = TypeVar("Started", bound=_Stream)
+
+
+class GeneratingClient(PipelineClient, Generic[Started]):
+    """Base class of `Client` and `AsyncClient` with the calls that generate text."""
+
+    _generation_class: type[Started]
+
+    def generate(
+        self, prompt: str, *, timeout_s: float | None = None, **sampling: Unpack[Sampling]
+    ) -> Started:
+        """Continue a prompt.
+
+        Returns:
+            An iterator of chunks, which also has the `whole`; `timeout_s` is for all of it.
+
+        Raises:
+            InvalidRequestError: The request cannot be encoded. The iterator raises other errors.
+        """
+        return self._generation_class(self, encode_inputs(prompt, None, sampling), timeout_s)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] = (),
+        timeout_s: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> Started:
+        """Answer a conversation, of messages with `role` and `content`; else as `generate`.
+
+        The chat template renders `tools`, in the form of OpenAI; calls of them are text.
+        """
+        return self._generation_class(self, encode_inputs("", messages, sampling, tools), timeout_s)
 
 
 class Generation(_Stream, Iterator[Chunk]):

@@ -5,14 +5,13 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import grpc  # type: ignore[import-untyped]
-from typing_extensions import Unpack
 
 from triptych.client import flows, tasks, zero_shot
 from triptych.client.connection import Connection, Opened
@@ -25,8 +24,7 @@ from triptych.client.flows import (
     make_method,
     task_flows,
 )
-from triptych.client.generation import Sampling, encode_inputs
-from triptych.client.streams import GIVE_UP_S, Generation
+from triptych.client.streams import GIVE_UP_S, GeneratingClient, Generation
 from triptych.client.tasks import Row, TaskCall, Whole
 from triptych.client.work import END_S, Portion, Work
 
@@ -83,12 +81,13 @@ def _blocking_task(
     return _blocking(whole), _blocking(each)
 
 
-class Client(PipelineClient):
+class Client(GeneratingClient[Generation]):
     """Client for blocking code; any number of threads may share it.
 
     Its settings are those of `PipelineClient`. Open it after a fork, not before.
     """
 
+    _generation_class = Generation
     _finishing: Sequence[threading.Thread] = ()
 
     embed, embed_each = _blocking_task(tasks.embed)
@@ -108,33 +107,6 @@ class Client(PipelineClient):
     infer, infer_each = _blocking(flows.infer), _blocking(flows.infer_each)
     interface, ready = _blocking(flows.interface), _blocking(flows.ready)
     step_statistics = _blocking(flows.step_statistics)
-
-    def generate(
-        self, prompt: str, *, timeout_s: float | None = None, **sampling: Unpack[Sampling]
-    ) -> Generation:
-        """Continue a prompt.
-
-        Returns:
-            An iterator of chunks, which also has the `whole`; `timeout_s` is for all of it.
-
-        Raises:
-            InvalidRequestError: The request cannot be encoded. The iterator raises other errors.
-        """
-        return Generation(self, encode_inputs(prompt, None, sampling), timeout_s)
-
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        *,
-        tools: Sequence[Mapping[str, object]] = (),
-        timeout_s: float | None = None,
-        **sampling: Unpack[Sampling],
-    ) -> Generation:
-        """Answer a conversation, of messages with `role` and `content`; else as `generate`.
-
-        The chat template renders `tools`, in the form of OpenAI; calls of them are text.
-        """
-        return Generation(self, encode_inputs("", messages, sampling, tools), timeout_s)
 
     def _finish_in_background(self, work: threading.Thread) -> None:
         with self._generations_lock:
