@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from triptych.base.errors import UserError
 from triptych.client import PipelineConfig, PipelineFailedError
+from triptych.client.wire import encode_rows, has_typed_rows
 from triptych.interface.bulk.files import (
     ERROR,
     AnswerColumn,
@@ -49,6 +51,12 @@ def test_what_is_given_once_goes_with_every_row(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="Given: --text 2, --text-pair 3") as caught:
         read_input_rows(["q", "r"], ["1", "2", "3"], [], None)
     assert caught.value.field == "--text, --text-pair"
+
+
+def test_a_series_of_pandas_has_its_rows_in_order() -> None:
+    series = pandas.Series(["a", "b"], index=[3, 1])
+    assert not has_typed_rows({"text": series})
+    assert encode_rows({"text": series}).columns == {"text": [b"a", b"b"]}
 
 
 def test_a_jsonl_file_has_the_inputs_by_name(tmp_path: Path) -> None:

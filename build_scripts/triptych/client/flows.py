@@ -134,8 +134,7 @@ class PipelineClient:
             keep_alive: Keep-alive pings; None for none.
             max_message_bytes: Maximum size of a request or response in bytes.
             dns_refresh_s: Interval in seconds at which a name is resolved again, to find new
-                servers.
-                None: gRPC resolves it when a connection breaks.
+                servers. None: gRPC resolves it when a connection breaks.
 
         Raises:
             UserError: A setting is invalid.
@@ -216,10 +215,12 @@ class PipelineClient:
     def _known_config(self, deadline: Deadline) -> Flow[PipelineConfig]:
         config = self._config
         if config is None:
-            request = service_pb2.ModelConfigRequest(name=self.pipeline)
-            config = read_config((yield from self._request("ModelConfig", request, deadline)))
-            self._config = config
+            config = self._config = yield from self._read_config(deadline)
         return config
+
+    def _read_config(self, deadline: Deadline) -> Flow[PipelineConfig]:
+        request = service_pb2.ModelConfigRequest(name=self.pipeline)
+        return read_config((yield from self._request("ModelConfig", request, deadline)))
 
     def _perform(
         self,
@@ -273,16 +274,9 @@ class PipelineClient:
 
     def _perform_task(self, call: TaskCall[Any, Any], *, keep_going: bool) -> Flow[Work]:
         encoded, deadline = encode_rows(call.inputs), self._deadline(call.timeout_s)
+        flow = self._perform(encoded, call.parameters, deadline, keep_going=keep_going, call=call)
         try:
-            return (
-                yield from self._perform(
-                    encoded,
-                    call.parameters,
-                    deadline,
-                    keep_going=keep_going,
-                    call=call,
-                )
-            )
+            return (yield from flow)
         except InvalidRequestError as error:
             mismatch = None
             if error.row not in encoded.refused:
@@ -320,10 +314,9 @@ def infer(
 
     `inputs` has a list per input name, all of the same length, with one element per row: text or
     bytes, or a number, a list or an array for a typed input. Rows of an output of variable size are
-    filled up with 0, false or an empty text. The
-    `parameters` `priority` and `timeout` are Triton's own; a `priority` needs a pipeline with
-    priority levels. `timeout_s` is the deadline of the whole
-    call; None takes the client's own.
+    filled up with 0, false or an empty text. The `parameters` `priority` and `timeout` are Triton's
+    own; a `priority` needs a pipeline with priority levels. `timeout_s` is the deadline of the
+    whole call; None takes the client's own.
 
     Returns:
         Array [rows, …] by output name, in the order of the rows; texts are objects, each `str`.
@@ -430,26 +423,20 @@ def task_flows(
             return []
         return call.each((yield from self._perform_task(call, keep_going=True)).each())
 
-    name, self_parameter = (
-        make.__name__,
-        inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY),
-    )
-    signature = inspect.signature(make)
+    name, signature = make.__name__, inspect.signature(make)
+    self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     signature = signature.replace(parameters=[self_parameter, *signature.parameters.values()])
+    whole.__name__, each.__name__ = name, f"{name}_each"
+    whole.__doc__ = (
+        f"{inspect.getdoc(make)}\n\nRaises:\n    InferenceError: See its subclasses; `row` of "
+        "an `InvalidRequestError` is the faulty row."
+    )
+    each.__doc__ = (
+        f"Return for each row the result of `{name}`, or the error why it was rejected.\n\n"
+        f"Arguments and errors are those of `{name}`, but a rejected row does not raise."
+    )
     flow: Any
-    for flow, flow_name, docstring in (
-        (
-            *(whole, name),
-            f"{inspect.getdoc(make)}\n\nRaises:\n    InferenceError: See its subclasses; `row` of "
-            "an `InvalidRequestError` is the faulty row.",
-        ),
-        (
-            *(each, f"{name}_each"),
-            f"Return for each row the result of `{name}`, or the error why it was rejected.\n\n"
-            f"Arguments and errors are those of `{name}`, but a rejected row does not raise.",
-        ),
-    ):
-        flow.__name__, flow.__doc__ = flow_name, docstring
+    for flow in (whole, each):
         flow.__signature__ = signature
     return whole, each
 

@@ -38,20 +38,21 @@ def reload_pipeline(url: str, pipeline: str, headers: Mapping[str, str]) -> None
     from tritonclient.grpc import InferenceServerClient
     from tritonclient.utils import InferenceServerException
 
-    with InferenceServerClient(url) as client:
+    with InferenceServerClient(url, channel_args=_DIRECT) as client:
         try:
             client.load_model(pipeline, headers=dict(headers), client_timeout=_TIMEOUT_S)
+            is_ready = client.is_model_ready(pipeline, client_timeout=_TIMEOUT_S)
         except InferenceServerException as error:
             raise UserError(
                 pipeline, "must load", given=error.message(), remedy="See the server's log"
             ) from error
-        if not client.is_model_ready(pipeline, client_timeout=_TIMEOUT_S):
-            raise UserError(
-                pipeline,
-                "must be ready after it was loaded",
-                given="not ready",
-                remedy="See the server's log",
-            )
+    if not is_ready:
+        raise UserError(
+            pipeline,
+            "must be ready after it was loaded",
+            given="not ready",
+            remedy="See the server's log",
+        )
 
 
 def check_served(url: str, pipeline: str) -> None:

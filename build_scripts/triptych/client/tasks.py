@@ -135,8 +135,8 @@ def embed(
     `dimensions` keeps that many leading numbers of a vector and normalizes it again, unless
     `normalize_embeddings` is False; if that is True, all vectors are normalized. `encoding` is
     float, int8, uint8, or binary or ubinary (one bit per number, eight per byte). `prompt` names
-    the prompt put before each text, or is its text in a pipeline
-    with `prompts: any`; in its place, `role` takes the model's prompt of queries or of documents.
+    the prompt put before each text, or is its text in a pipeline with `prompts: any`; in its place,
+    `role` takes the model's prompt of queries or of documents.
 
     Returns:
         float32 [texts, dimensions] in the order of `texts`, with the right width for no texts; int8

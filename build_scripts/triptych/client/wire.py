@@ -139,7 +139,8 @@ def check_inputs(inputs: object) -> None:
 
 def has_typed_rows(inputs: Rows) -> bool:
     """Return whether a row is neither text nor bytes, so that its encoding depends on the input."""
-    values = [column[0] for column in inputs.values() if len(column)]
+    # By iteration, because a Series of pandas is indexed by its labels.
+    values = [next(iter(column)) for column in inputs.values() if len(column)]
     return not all(isinstance(value, str | bytes) for value in values)
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from tritonclient.grpc import service_pb2
 
 from triptych.client.answers import Choice, Vectors
 from triptych.client.errors import InvalidRequestError, RowError
@@ -18,7 +17,7 @@ from triptych.client.flows import Flow, PipelineClient
 from triptych.client.images import Images
 from triptych.client.retry import Deadline
 from triptych.client.tasks import TaskCall, embed, embed_images
-from triptych.client.wire import VectorSpace, read_config
+from triptych.client.wire import VectorSpace
 
 MAX_LABELS = 10_000
 """Maximum number of labels of a call, and of texts whose vectors a client keeps."""
@@ -117,8 +116,7 @@ def _check_labels(labels: object, template: str) -> Sequence[str]:
 
 
 def _read_space(client: PipelineClient, deadline: Deadline) -> Flow[VectorSpace]:
-    request = service_pb2.ModelConfigRequest(name=client.pipeline)
-    config = read_config((yield from client._request("ModelConfig", request, deadline)))
+    config = yield from client._read_config(deadline)
     if config.space is None:
         raise InvalidRequestError(
             f"`{client.pipeline}` must be the pipeline of the images of a pair. Given: one without "
