@@ -14,6 +14,7 @@ import pytest
 from tests.support.mistakes import check_refused
 from tests.support.own_models import build_own, write_rows
 from tests.support.scaffolding import run
+from triptych.base.onnx_edges import to_served
 from triptych.client import Client
 from triptych.serving.server import Server
 
@@ -281,6 +282,29 @@ def test_other_texts_are_refused_by_their_operator_and_labels_among_several_mode
     spec["models"] = {name: {"onnx": "net.onnx"} for name in ("one", "other")}
     (folder / "pipeline.yaml").write_text(json.dumps(spec))
     check_refused("texts of the output `label` of one", build_own, tmp_path, "words")
+
+
+@pytest.mark.build
+def test_nodes_are_sorted_beside_outputs_that_are_left_out() -> None:
+    """A converter of FP16 appends the casts around an LSTM that has no first output."""
+    make, tensors = onnx.helper, onnx.TensorProto
+    weights = {"w": np.ones((1, 4, 2), np.float32), "r": np.ones((1, 4, 1), np.float32)}
+    steps = make.make_node("LSTM", ["wide", "w", "r", "", ""], ["", "last"], hidden_size=1)
+    graph = make.make_graph(
+        [
+            steps,
+            make.make_node("Relu", ["cast"], ["y"]),
+            make.make_node("Cast", ["x"], ["wide"], to=tensors.FLOAT),
+            make.make_node("Cast", ["last"], ["cast"], to=tensors.FLOAT),
+        ],
+        "lstm",
+        [make.make_tensor_value_info("x", tensors.FLOAT16, [5, "batch", 2])],
+        [make.make_tensor_value_info("y", tensors.FLOAT, [1, "batch", 1])],
+        [onnx.numpy_helper.from_array(each, name) for name, each in weights.items()],
+    )
+    model = make.make_model(graph, opset_imports=[make.make_opsetid("", 18)], ir_version=9)
+    assert to_served(model)
+    onnx.checker.check_model(model)
 
 
 @pytest.mark.build

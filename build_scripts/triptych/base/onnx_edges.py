@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from triptych.base.onnx_graph import (
-    BFLOAT16,
     FLOAT,
-    FLOAT16,
+    HALVES,
     add_constant,
     all_nodes,
     bodies,
     free_mark,
+    initializers,
     reads,
     set_nodes,
     value_of,
@@ -24,7 +24,6 @@ from triptych.base.onnx_graph import (
 if TYPE_CHECKING:
     import onnx
 
-_HALVES = (FLOAT16, BFLOAT16)
 _TYPE_ATTRIBUTES = ("to", "dtype", "output_dtype", "stash_type", "softmax_precision")
 LABELS = "triptych_labels"
 """Entry of the metadata of a graph: the texts of the labels of each output, as JSON."""
@@ -138,7 +137,7 @@ def _number_labels(model: onnx.ModelProto) -> bool:
 
     graph = model.graph
     makers = {name: node for node in graph.node for name in node.output}
-    constants = {tensor.name: tensor for tensor in graph.initializer}
+    constants = initializers(graph)
     labels = {}
     for value in graph.output:
         node, passed = makers.get(value.name), list[onnx.NodeProto]()
@@ -182,14 +181,14 @@ def _widen(model: onnx.ModelProto) -> bool:
     for graph in _graphs(model.graph):
         for value in (*graph.input, *graph.output, *graph.value_info):
             tensor = value.type.tensor_type
-            if tensor.elem_type in _HALVES:
+            if tensor.elem_type in HALVES:
                 tensor.elem_type, changed = FLOAT, True
         attributes = [each for node in graph.node for each in node.attribute]
         for each in attributes:
-            if each.name in _TYPE_ATTRIBUTES and each.i in _HALVES:
+            if each.name in _TYPE_ATTRIBUTES and each.i in HALVES:
                 each.i, changed = FLOAT, True
         for tensor in (*graph.initializer, *(each.t for each in attributes)):
-            if tensor.data_type in _HALVES:
+            if tensor.data_type in HALVES:
                 changed = True
                 if onnx.external_data_helper.uses_external_data(tensor):
                     tensor.data_type = FLOAT  # the numbers were not read
@@ -201,7 +200,8 @@ def _widen(model: onnx.ModelProto) -> bool:
 
 def _sorted(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
     """Return the nodes after those whose results they read; converters append casts at the end."""
-    made = {name for node in graph.node for name in node.output}
+    # An output that is left out has an empty name.
+    made = {name for node in graph.node for name in node.output if name}
     nodes: list[onnx.NodeProto] = []
     rest = list(graph.node)
     while rest:

@@ -208,7 +208,7 @@ def node_name(node: onnx.NodeProto) -> str:
 
 
 def reads(node: onnx.NodeProto) -> Iterator[str]:
-    """Return the values that a node reads, including all names in its subgraphs."""
+    """Yield the values that a node reads, including all names in its subgraphs."""
     yield from node.input
     for body in bodies(node):
         for inner in body.node:
@@ -217,7 +217,7 @@ def reads(node: onnx.NodeProto) -> Iterator[str]:
 
 
 def readers(graph: onnx.GraphProto) -> dict[str, list[int]]:
-    """Value to the indices of the nodes that read it, each once."""
+    """Return the indices of the nodes that read a value, by the name of the value."""
     found: dict[str, list[int]] = {}
     for index, node in enumerate(graph.node):
         for name in dict.fromkeys(reads(node)):
@@ -226,7 +226,7 @@ def readers(graph: onnx.GraphProto) -> dict[str, list[int]]:
 
 
 def drop_unused(graph: onnx.GraphProto) -> None:
-    """Take out the initializers that nothing reads any more, in place."""
+    """Remove the initializers that nothing reads any more, in place."""
     used = {name for node in graph.node for name in reads(node)}
     used |= {output.name for output in graph.output}
     kept = [tensor for tensor in graph.initializer if tensor.name in used]
@@ -319,7 +319,7 @@ def _stand_in(node: onnx.NodeProto) -> onnx.NodeProto:
     return make("Identity", node.input[:1], node.output[:1])
 
 
-_HALVES = (FLOAT16, BFLOAT16)
+HALVES = (FLOAT16, BFLOAT16)
 _MOVES = frozenset(
     {
         *("Concat", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity"),
@@ -338,7 +338,7 @@ def open_session(path: Path, options: SessionOptions | None = None) -> Inference
 
     Args:
         path: Path of a ``model.onnx`` with fp32 outputs.
-        options: `onnxruntime.SessionOptions` to add to; the usual ones where left out.
+        options: `onnxruntime.SessionOptions` to add to; None for the defaults.
     """
     import onnx
     import onnxruntime
@@ -390,7 +390,7 @@ def runnable(path: Path) -> bytes | Path:
         types = value_types(model)
     except ValueError:  # operators of ai.onnx.ml, for which ONNX infers nothing, have no 16 bits
         return path
-    if not any(kind in _HALVES for kind in types.values()):
+    if not any(kind in HALVES for kind in types.values()):
         return path
     view: bytes = _view(model, types).SerializeToString()
     return view
@@ -402,7 +402,7 @@ def _view(model: onnx.ModelProto, types: dict[str, int]) -> onnx.ModelProto:
     nodes = []
     mark = free_mark(graph)
     for tensor in graph.initializer:
-        if tensor.data_type in _HALVES:
+        if tensor.data_type in HALVES:
             name = tensor.name
             tensor.name = f"{name}{mark}stored"
             nodes.append(_cast(tensor.name, name, FLOAT))
@@ -410,7 +410,7 @@ def _view(model: onnx.ModelProto, types: dict[str, int]) -> onnx.ModelProto:
         nodes.append(node)
         for place, name in enumerate(node.output):
             kind = types.get(name)
-            if kind not in _HALVES or node.op_type in _MOVES:
+            if kind not in HALVES or node.op_type in _MOVES:
                 continue
             stored = f"{name}{mark}stored"
             if node.op_type in _TYPED_BY_ATTRIBUTE:
