@@ -56,10 +56,11 @@ def test_a_commit_may_be_killed_at_every_moment() -> None:
 
 
 @pytest.mark.parametrize("mark", ["", "{"])
-def test_a_mark_with_nothing_beside_it_is_no_obstacle(tmp_path: Path, mark: str) -> None:
+def test_a_mark_that_was_not_finished_leaves_the_old_models(tmp_path: Path, mark: str) -> None:
     write_models(tmp_path / "r", OLD)
     staging = tmp_path / ".r.staging"
-    staging.mkdir()
+    (staging / "new/b").mkdir(parents=True)
+    (staging / "new/b/x").write_bytes(b"new")
     (staging / "commit").write_text(mark)
     assert write_models(tmp_path / "r", {"a/x": b"new"}) == ["a"]
     assert tree(tmp_path / "r") == {**OLD, "a/x": b"new"}
@@ -293,6 +294,12 @@ def test_files_of_a_build_and_manifests_can_be_read_by_every_user(
         assert mode == (folder if path.is_dir() else file), path
     assert stat.S_IMODE((tmp_path / "m/base/envoy.yaml").stat().st_mode) == file
     assert stat.S_IMODE((tmp_path / "secret/key").stat().st_mode) == 0o600
+
+
+def test_a_file_is_written_after_a_killed_process_of_the_same_number(tmp_path: Path) -> None:
+    (tmp_path / f".x.{os.getpid()}").touch()
+    write_files(tmp_path, {"x": "new"})
+    assert (tmp_path / "x").read_text() == "new"
 
 
 def test_a_repository_that_is_a_file_is_told(tmp_path: Path) -> None:

@@ -104,8 +104,7 @@ def cached_stage(
     """Return the folder with the files that `work` writes for `inputs`, from the cache if possible.
 
     The folder appears atomically: `work` writes to a temporary folder, which is renamed at the
-    end. An
-    entry whose files changed is removed and rebuilt, which `progress` reports.
+    end. An entry whose files changed is removed and rebuilt, which `progress` reports.
 
     Raises:
         UserError: The cache cannot be read or written, or its disk is full.
@@ -165,8 +164,8 @@ def _partial(parent: Path) -> Iterator[Path]:
     """Keep a locked temporary folder in `parent` while the block runs.
 
     Folders of dead processes are removed first. The lock of a folder shows that its process lives.
-    The
-    lock of the cache prevents others from treating a new folder as abandoned before it is locked.
+    The lock of the cache prevents others from treating a new folder as abandoned before it is
+    locked.
     """
     parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as held:

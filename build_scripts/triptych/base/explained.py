@@ -46,7 +46,7 @@ def plain(node: object) -> Any:
 
 
 def reasons_of(node: object, path: str = "") -> Iterator[tuple[str, object, str]]:
-    """Dotted path, value and reason of everything that has one, in the order of the document."""
+    """Yield path, value and reason of each value that has one, in the order of the document."""
     if isinstance(node, ExplainedValue):
         yield path, plain(node.value), node.reason
         yield from reasons_of(node.value, path)
@@ -207,7 +207,7 @@ def _lines(node: Any, indent: int) -> Iterator[str]:
 
 
 def _commented(node: object, indent: int) -> Generator[str, None, Any]:
-    """Yields the comment of a value; returns the value."""
+    """Yield the comment of a value, and return the value."""
     if isinstance(node, ExplainedValue):
         prefix = " " * indent + "# "
         yield from textwrap.wrap(

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import re
+import secrets
 import shutil
 import stat
 import tempfile
@@ -56,7 +57,8 @@ def write_files(
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         path = folder / name
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        # A process of the same number may have left one: in a container most have the number 1.
+        partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         try:
             partial.touch(0o600 if is_private else 0o666, exist_ok=False)
             partial.write_bytes(content.encode() if isinstance(content, str) else content)

@@ -191,8 +191,7 @@ def flags_newer_than(flags: Iterable[str], release: Release) -> list[Since]:
 
     Args:
         flags: Words of the command line (``--grpc-infer-thread-count=8``; a value may be a
-            separate
-            word), or names of flags without dashes.
+            separate word), or names of flags without dashes.
         release: Release of the server.
     """
     given = set(_flag_names(flags))

@@ -68,7 +68,6 @@ ROW_STRIDE = Tensor("row_stride", "INT32", ())
 """Packed only, made by the server for each row: tokens of its request's `input_ids` divided by the
 request's rows."""
 
-
 ROW_SPAN = Tensor("row_span", "INT32", ("span",))
 """Packed cores that TensorRT runs only: zeros, in number at least the request's longest row rounded
 up to a multiple of 16. TensorRT takes the size of the padded rows from a shape."""
@@ -86,7 +85,7 @@ def made_by_server(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
 class TokenRow(NamedTuple):
     """One row as the core gets it, not padded."""
 
-    ids: tuple[int, ...]  # its tokens
-    first_segment: int  # tokens before the second segment; all of them where there is only one
-    prompt: int = 0  # tokens at the beginning that are left out of pooling
-    attended: int = 0  # tokens at the beginning that others attend to; 0 for all
+    ids: tuple[int, ...]  # Ids of its tokens
+    first_segment: int  # Number of tokens before the second segment; of all without one
+    prompt: int = 0  # Number of tokens at the beginning that are left out of pooling
+    attended: int = 0  # Number of tokens at the beginning that others attend to; 0 for all

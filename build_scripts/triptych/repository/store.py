@@ -579,12 +579,12 @@ def _swap(repository: Path, staging: Path) -> None:
     If an old model exists, the two folders are exchanged. The repository then has the inode
     recorded in the mark, and the staging folder has the old model.
     """
-    old = staging / "old"
-    old.mkdir(exist_ok=True)
     try:
         staged = json.loads((staging / COMMIT_MARK).read_bytes())
     except ValueError:
-        staged = {}  # the process was killed while writing the mark, so nothing has moved
+        return  # the process was killed while writing the mark, so nothing has moved
+    old = staging / "old"
+    old.mkdir(exist_ok=True)
     for name in _names(staging / "new"):
         fresh, target = staging / "new" / name, repository / name
         if not os.path.lexists(target):
