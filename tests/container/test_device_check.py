@@ -99,15 +99,18 @@ def test_a_processor_without_a_name_has_its_numbers(tmp_path: Path) -> None:
     assert find_processor(file) == "0x41 0xd4f"
 
 
-def write_build(repository: Path, *, rows: bool = True) -> Path:
-    """A build whose reference answers `hello` with ``[0.5]``; `rows`: with its rows."""
-    rules = RULES._replace(floats={"vector": 1.0})
+def write_build(repository: Path, *, rows: bool = True, **others: object) -> Path:
+    """A build whose reference answers `hello` with ``[0.5]``; `rows`: with its rows.
+
+    `others` are rules of another release.
+    """
+    rules = {**RULES._asdict(), "floats": {"vector": 1.0}, **others}
     row = {
         "preview": "a made-up row",
         "request": base64.b64encode(b"{}\nhello").decode(),
         "answer": outputs(vector=[0.5]),
     }
-    content = gzip.compress(json.dumps({"rules": rules._asdict(), "rows": [row]}).encode())
+    content = gzip.compress(json.dumps({"rules": rules, "rows": [row]}).encode())
     folder = repository / "p"
     folder.mkdir(parents=True)
     files = {"p/config.pbtxt": "x"}
@@ -175,8 +178,8 @@ def test_a_device_is_checked_once_and_a_wrong_answer_is_refused_or_told(tmp_path
         assert run(repository, url, state, "off", driver) == ([], "")
         assert run(repository, url, state, machine=driver)[1], "a failure is not kept"
     with answering(0.5, status=503) as url:
-        assert "not answered (OSError: HTTP 503" in run(repository, url, tmp_path / "s")[1]
-    assert "not answered (ConnectionRefused" in run(repository, url, tmp_path / "s")[1]
+        assert "could not be checked (OSError: HTTP 503" in run(repository, url, tmp_path / "s")[1]
+    assert "could not be checked (ConnectionRefused" in run(repository, url, tmp_path / "s")[1]
 
 
 def test_what_cannot_be_kept_or_named_is_checked_at_each_start(tmp_path: Path) -> None:
@@ -203,6 +206,8 @@ def test_changed_and_missing_rows_are_told_and_builds_without_rows_serve(tmp_pat
         assert "differs from the build manifest" in run(repository, url, state)[1]
         (repository / "p" / ROWS_FILE).unlink()
         assert "cannot be read (No such file" in run(repository, url, state)[1]
+        later = write_build(tmp_path / "c", new_limit=1.0)
+        assert "could not be checked (TypeError" in run(later, url, state)[1]
         former = write_build(tmp_path / "b", rows=False)
         assert run(former, url, state) == ([], "")
 

@@ -96,17 +96,17 @@ class PipelineCheck(NamedTuple):
             return f"{self.file.name} cannot be read ({error.strerror})"
         if hashlib.sha256(content).hexdigest() != self.digest:
             return f"{self.file.name} differs from the build manifest"
-        held = json.loads(gzip.decompress(content))
-        rules, rows = Rules(**held["rules"]), held["rows"]
         target = urlsplit(url).netloc, f"/v2/models/{self.pipeline}/infer"
         with ThreadPoolExecutor(_CLIENTS) as pool:
-            sent = [pool.submit(_ask, *target, row["request"]) for row in rows]
+            # Any error is a fault: a check that ends without a result must not count as passed.
             try:
-                answers = [future.result() for future in sent]
-            except (OSError, http.client.HTTPException, ValueError, LookupError) as error:
+                held = json.loads(gzip.decompress(content))
+                rules, rows = Rules(**held["rules"]), held["rows"]
+                sent = [pool.submit(_ask, *target, row["request"]) for row in rows]
+                return find_difference(rows, [future.result() for future in sent], rules)
+            except Exception as error:
                 pool.shutdown(cancel_futures=True)
-                return f"the rows were not answered ({type(error).__name__}: {error})"
-        return find_difference(rows, answers, rules)
+                return f"the rows could not be checked ({type(error).__name__}: {error})"
 
 
 def find_difference(

@@ -12,6 +12,7 @@ one of them has finished none for longer than `container.progress` allows.
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import sys
@@ -84,7 +85,7 @@ class HealthCheck:
         try:
             with _open(self._metrics_url or "") as metrics:
                 executions = read_executions(metrics.read(_METRICS_BYTES))
-        except (OSError, ValueError):
+        except (OSError, ValueError, http.client.HTTPException):
             executions = {}
         busy = sum(fault is not None for _, fault in answers)
         faults = [self._judge(asked, fault, executions, busy) for asked, fault in answers]
@@ -214,7 +215,7 @@ def _fault(
         text = f"{what} does not answer (HTTP {error.code}: {said})"
         is_of_core = code is None and not by_triton
         return _Fault(text, by_triton or code == OVERLOADED, code == OVERLOADED, is_of_core)
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         is_slow = isinstance(reason, TimeoutError)
         return _Fault(f"{what} does not answer ({reason})", is_slow and body is not None)
