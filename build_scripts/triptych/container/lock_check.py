@@ -24,6 +24,7 @@ from triptych.container.manifests import (
     check_readable,
     find_pipelines,
     find_wrong_files,
+    read_manifests,
     remove_byte_code,
 )
 from triptych.container.processor import find_instruction_sets
@@ -37,8 +38,6 @@ _AMPERE = (8, 0)
 _NEXT_MAJOR = {8: 10, 10: 11}
 _MARKS = ("in_flight.py", "flow_control.py")
 _FORMAT = re.compile(r"^FORMAT = (\d+)$", re.MULTILINE)
-
-
 _CHECKS = 10
 """Maximum number of checks while steps of a server that starts at the same time write byte code."""
 
@@ -96,18 +95,8 @@ def check_repository(
 
 def has_version_compatible_plans(repository: Path) -> bool:
     """Whether an engine contains a TensorRT runtime, which Triton loads only with a flag."""
-    for pipeline in find_pipelines(repository):
-        try:
-            manifest = pipeline.read_manifest()
-        except ManifestError:
-            continue
-        if (
-            manifest is not None
-            and manifest.engine is not None
-            and manifest.engine.version_compatible
-        ):
-            return True
-    return False
+    engines = (manifest.engine for manifest in read_manifests(repository).values())
+    return any(engine is not None and engine.version_compatible for engine in engines)
 
 
 def enforce(settings: Settings, machine: Machine | None) -> bool:
@@ -239,10 +228,8 @@ def _slower_here(manifest: StartupManifest, sets: Collection[str]) -> Iterator[s
 def _unlike_the_engine(manifest: StartupManifest, machine: Machine) -> Iterator[str]:
     if machine.tensorrt is None:
         yield "no TensorRT was found here: its version could not be compared with the engine's"
-    built, here = (
-        _major(manifest.engine.driver if manifest.engine else ""),
-        _major(machine.driver or ""),
-    )
+    built = _major(manifest.engine.driver if manifest.engine else "")
+    here = _major(machine.driver or "")
     if built and here and here < built:
         yield (
             f"the engine was built with NVIDIA driver {built}, here is the older {here}: "

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 from triptych.container.processor import find_instruction_sets, find_processor
 
+CUDA = "libcuda.so.1"
+"""Library of the GPU's driver."""
 # Of cuda.h: CUdevice_attribute.
 _COMPUTE_CAPABILITY_MAJOR = 75
 _COMPUTE_CAPABILITY_MINOR = 76
@@ -99,14 +101,19 @@ def version_numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split("."))) if re.fullmatch(r"\d+(\.\d+)*", version) else ()
 
 
-def find_gpus(library: str = "libcuda.so.1") -> tuple[VisibleGpu, ...]:
-    """Return the GPUs that the driver shows to this process, in the order of their ids."""
+def load_cuda(library: str) -> ctypes.CDLL | None:
+    """Return the library of the GPU's driver, ready for calls; None without a GPU."""
     try:
         cuda = ctypes.CDLL(library)
     except OSError:
-        return ()
-    count = ctypes.c_int()
-    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return None
+    return None if cuda.cuInit(0) else cuda
+
+
+def find_gpus(library: str = CUDA) -> tuple[VisibleGpu, ...]:
+    """Return the GPUs that the driver shows to this process, in the order of their ids."""
+    cuda, count = load_cuda(library), ctypes.c_int()
+    if cuda is None or cuda.cuDeviceGetCount(ctypes.byref(count)):
         return ()
     return tuple(_describe(cuda, ordinal) for ordinal in range(count.value))
 

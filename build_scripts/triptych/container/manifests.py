@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -209,16 +210,20 @@ def _slowdown(gate: Mapping[str, Any]) -> float | None:
     return None
 
 
+def read_manifests(repository: Path) -> dict[ServedPipeline, StartupManifest]:
+    """Return the build manifests of a repository that can be read."""
+    manifests = {}
+    for pipeline in find_pipelines(repository):
+        with suppress(ManifestError):
+            if (manifest := pipeline.read_manifest()) is not None:
+                manifests[pipeline] = manifest
+    return manifests
+
+
 def core_variables(repository: Path) -> dict[str, str]:
     """Return the environment variables of a server that the cores of the repository need."""
-    for pipeline in find_pipelines(repository):
-        try:
-            manifest = pipeline.read_manifest()
-        except ManifestError:
-            continue
-        if manifest is not None and manifest.fp32_by_openvino:
-            return FP32_LIMIT
-    return {}
+    manifests = read_manifests(repository).values()
+    return FP32_LIMIT if any(manifest.fp32_by_openvino for manifest in manifests) else {}
 
 
 _CHUNK_BYTES = 2**20

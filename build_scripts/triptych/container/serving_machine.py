@@ -16,12 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from triptych.base.errors import UserError
-from triptych.container.machine import find_gpus
-from triptych.container.manifests import (
-    ManifestError,
-    ServedPipeline,
-    find_pipelines,
-)
+from triptych.container.machine import CUDA, find_gpus, load_cuda
+from triptych.container.manifests import StartupManifest, find_pipelines, read_manifests
 
 MAX_CORES = 9999
 
@@ -45,7 +41,7 @@ GPUS = {
 }
 """GPUs by name, slowest first. The rate of the H200 was measured with MiniLM, that of the A100 is
 the one of the cost model in `spec.engine_plan`. The others are assumed from their peaks."""
-_GPU_NAME = re.compile(r"\b(T4|L4|A10G?|L40S|A100|H100|H200|B200)\b", re.IGNORECASE)
+_GPU_NAME = re.compile(rf"\b({'|'.join(GPUS)}|a10g)\b", re.IGNORECASE)
 
 
 class ServingMachine(NamedTuple):
@@ -116,14 +112,10 @@ def with_gpu(cores: int, name: str = "", memory_gib: float = 0.0) -> ServingMach
     return ServingMachine(fitting[-1], cores, memory_gib) if fitting else ServingMachine("", cores)
 
 
-def find_gpu_memory_gib(library: str = "libcuda.so.1") -> float:
+def find_gpu_memory_gib() -> float:
     """Return the memory of the first GPU in GiB; 0 without one."""
-    total = ctypes.c_size_t()
-    try:
-        cuda = ctypes.CDLL(library)
-    except OSError:
-        return 0.0
-    if cuda.cuInit(0) or cuda.cuDeviceTotalMem_v2(ctypes.byref(total), 0):
+    cuda, total = load_cuda(CUDA), ctypes.c_size_t()
+    if cuda is None or cuda.cuDeviceTotalMem_v2(ctypes.byref(total), 0):
         return 0.0
     return total.value / 2**30
 
@@ -195,9 +187,10 @@ def choose_variant(
         if not machine.is_within(found):
             lines.append(f"warning: this machine, {found.name}, has less than {named}: it is used")
             machine = found
-    pipelines = find_pipelines(repository)
-    part = machine.shared_by(len(pipelines))
-    planned = [each for each in (_plans_of(one, part) for one in pipelines) if each is not None]
+    pipelines = len(find_pipelines(repository))
+    part = machine.shared_by(pipelines)
+    manifests = read_manifests(repository).items()
+    planned = [_plans_of(served.name, manifest, part) for served, manifest in manifests]
     for one in planned:
         if one.best and not parse_machine(one.best).is_within(part):
             line = f"its smallest plan, for {one.best}, is larger than {part.name}"
@@ -206,7 +199,7 @@ def choose_variant(
     if not wanted:
         return ChosenVariant("", tuple(lines))
     name = max(wanted, key=lambda each: (wanted[each], parse_machine(each).order))
-    shared = f", shared by {len(pipelines)} pipelines" if len(pipelines) > 1 else ""
+    shared = f", shared by {pipelines} pipelines" if pipelines > 1 else ""
     nearest = "" if name == part.name else " (the nearest one)"
     lines.append(f"note: the plan for {name} is used on {machine.name}{shared}{nearest}")
     others = [one.name for one in planned if name not in {*one.names, one.base}]
@@ -233,20 +226,14 @@ class _Plans(NamedTuple):
     files: Iterable[str]
 
 
-def _plans_of(pipeline: ServedPipeline, part: ServingMachine) -> _Plans | None:
-    """Return the plans of a pipeline for a part of a machine; None without a build manifest."""
-    try:
-        manifest = pipeline.read_manifest()
-    except ManifestError:
-        return None
-    if manifest is None:
-        return None
+def _plans_of(name: str, manifest: StartupManifest, part: ServingMachine) -> _Plans:
+    """Return the plans of a pipeline for a part of a machine."""
     names = variants_in(manifest.files)
     base = next(iter(variants_in([f"model/configs/{manifest.machine}.pbtxt"])), "")
     best = choose({*names, base} - {""}, part) or ""
     if base and not best:  # `config.pbtxt` is not for two cores
         best = min({*names, base}, key=lambda each: parse_machine(each).order)
-    return _Plans(pipeline.name, names, base, best, manifest.files)
+    return _Plans(name, names, base, best, manifest.files)
 
 
 def variants_in(files: Iterable[str]) -> set[str]:

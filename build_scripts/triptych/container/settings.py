@@ -7,7 +7,7 @@ import re
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from triptych.base.errors import UserError
 from triptych.container.device_check import MODE_VARIABLE, DeviceCheckMode
@@ -15,6 +15,7 @@ from triptych.container.flags import GrpcTls, ServerFlags, Trace
 from triptych.container.serving_machine import MAX_CORES
 
 LockCheckMode = Literal["enforce", "warn", "off"]
+Chosen = TypeVar("Chosen")
 
 _MODES: dict[str, LockCheckMode] = {"enforce": "enforce", "warn": "warn", "off": "off"}
 KEY_VARIABLE = "TRIPTYCH_RESTRICTED_KEY"
@@ -83,11 +84,11 @@ def read_settings(
         http_port=_number(given, "TRIPTYCH_HTTP_PORT", 8000, _PORT_MAX),
         grpc_port=_number(given, "TRIPTYCH_GRPC_PORT", 8001, _PORT_MAX),
         metrics_port=_number(given, "TRIPTYCH_METRICS_PORT", 8002, _PORT_MAX),
-        lock_check=_MODES[_choice(given, "TRIPTYCH_LOCK_CHECK", "enforce", _MODES)],
-        lock_hashes=_YES_NO[_choice(given, "TRIPTYCH_LOCK_HASHES", "true", _YES_NO)],
+        lock_check=_choice(given, "TRIPTYCH_LOCK_CHECK", "enforce", _MODES),
+        lock_hashes=_choice(given, "TRIPTYCH_LOCK_HASHES", "true", _YES_NO),
         machine=given.get("TRIPTYCH_MACHINE", ""),
         cores=_optional(given, CORES_VARIABLE, MAX_CORES),
-        device_check=_MODES[_choice(given, MODE_VARIABLE, "enforce", _MODES)],
+        device_check=_choice(given, MODE_VARIABLE, "enforce", _MODES),
         state=find_state(given),
         options=_read_options(given),
     )
@@ -119,7 +120,7 @@ def _read_options(given: Mapping[str, str]) -> ServerFlags:
         core_threads=_optional(given, "TRIPTYCH_CORE_THREADS", 1024),
         grpc_tls=_read_tls(given),
         forward_headers=_read_pattern(given),
-        client_shm=_YES_NO[_choice(given, "TRIPTYCH_CLIENT_SHM", "false", _YES_NO)],
+        client_shm=_choice(given, "TRIPTYCH_CLIENT_SHM", "false", _YES_NO),
         trace=read_trace(given),
     )
 
@@ -245,9 +246,10 @@ def _optional(given: Mapping[str, str], name: str, most: int = 2**31 - 1) -> int
 
 
 def _choice(
-    given: Mapping[str, str], name: str, default: str, choices: Mapping[str, object]
-) -> str:
+    given: Mapping[str, str], name: str, default: str, choices: Mapping[str, Chosen]
+) -> Chosen:
+    """Return the value of the word that is set."""
     text = given.get(name, default)
     if text not in choices:
         raise UserError(name, f"must be one of {', '.join(choices)}", given=text)
-    return text
+    return choices[text]
