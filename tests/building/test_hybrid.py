@@ -237,6 +237,11 @@ def test_the_gateway_has_each_kind(server: Server) -> None:
         data = http.post("/v1/embeddings", json=body).json()["data"]
         pooled = http.post("/pooling", json={**body, "task": "token_embed"}).json()["data"]
         sparse = http.post("/embed_sparse", json={"inputs": TEXTS[:3]}).json()
+        cohere = http.post("/v2/embed", json={"model": "packed", "texts": TEXTS[:3]}).json()
+        dense = np.array([each.dense for each in wanted])
+        assert np.abs(dense - cohere["embeddings"]["float"]).max() < 1e-5
+        tei = http.post("/embed", json={"inputs": TEXTS[:3]}).json()
+        assert np.abs(dense - tei).max() < 1e-5
         for each, own, vectors, terms in zip(wanted, data, pooled, sparse, strict=True):
             assert each.dense is not None
             assert np.abs(each.dense - own["embedding"]).max() < 1e-5

@@ -33,12 +33,13 @@ from tests.support.otlp_receiver import check_trace, otlp_receiver
 from tests.support.served_command import endpoints_of, serving
 from tests.support.served_command import gateway as served_gateway
 from triptych.base.files import write_files
+from triptych.client import AsyncClient
 from triptych.deploy.envoy import proxy_settings
 from triptych.deploy.http_api import health_script
 from triptych.gateway import keys, serve
 from triptych.gateway.http import Shared
 from triptych.gateway.keys import CALLER, Caller, KeyEntry, Keys
-from triptych.gateway.pipelines import Pipeline, Pipelines
+from triptych.gateway.pipelines import Pipeline, Pipelines, PreprocessFiles
 from triptych.gateway.traces import export_to
 from triptych.interface.cli import app
 
@@ -373,6 +374,26 @@ def test_tokens_are_limited_after_they_are_counted(
             assert [each.status_code for each in answers] == [200, 429], path
             assert "limit of tokens per second" in answers[1].text, path
             assert 200 < int(answers[1].headers["retry-after"]) <= 290, path
+
+
+def test_tokens_of_rows_that_are_no_texts_are_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The functions of a user's own model are not run in the gateway."""
+    (tmp_path / "settings.json").write_text('{"row_maker": "own_model.OwnRowMaker"}')
+    files = PreprocessFiles(tmp_path)
+
+    async def step(_: Pipeline) -> PreprocessFiles:
+        return files
+
+    monkeypatch.setattr(Pipeline, "step", step)
+
+    async def count() -> int | None:
+        return await Pipeline("own", AsyncClient("own"), None).count_tokens({"x": [0.5]}, {})
+
+    assert asyncio.run(count()) is None
+    assert files.tokenize(["a"], add_special_tokens=True) is None
+    assert files.decode([[1]]) == [None]
 
 
 def test_infer_sends_a_key_and_encrypts(tmp_path: Path) -> None:

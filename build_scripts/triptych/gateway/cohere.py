@@ -15,7 +15,15 @@ from triptych.client.tasks import Encoding
 from triptych.gateway.errors import COHERE, ApiError, invalid
 from triptych.gateway.http import WHOLE, Body, One, Operation
 from triptych.gateway.openai import encode_vectors
-from triptych.gateway.pipelines import EMBEDDING, RERANKING, Endpoints, Lines, Pipeline, Text
+from triptych.gateway.pipelines import (
+    EMBEDDING,
+    RERANKING,
+    Endpoints,
+    Lines,
+    Pipeline,
+    Text,
+    float_encoding,
+)
 
 _NoPriority = Annotated[int, Field(ge=0, le=0), WHOLE] | None
 _Size = Annotated[int, Field(ge=1), WHOLE] | None
@@ -193,7 +201,7 @@ class Cohere(Endpoints):
         texts = body.texts
         self._limits.check_items("texts", len(texts))
         pipeline = self._pipelines.find(body.model)
-        await pipeline.require(EMBEDDING)
+        config = await pipeline.require(EMBEDDING)
         await _check_length(pipeline, body.max_tokens, "max_tokens")
         prompt = await pipeline.prompt(body.input_type, None)
         if body.truncate == "NONE":
@@ -205,7 +213,10 @@ class Cohere(Endpoints):
         *made, tokens = await asyncio.gather(
             *(
                 pipeline.client.embed(
-                    texts, dimensions=body.output_dimension, encoding=encoding, prompt=prompt
+                    texts,
+                    dimensions=body.output_dimension,
+                    encoding=float_encoding(config) if encoding == "float" else encoding,
+                    prompt=prompt,
                 )
                 for encoding in passes
             ),

@@ -24,6 +24,7 @@ from triptych.gateway.pipelines import (
     Pipeline,
     Pipelines,
     Texts,
+    float_encoding,
     not_found,
 )
 
@@ -222,8 +223,9 @@ async def token_vectors(
 ) -> list[list[list[float]]]:
     """Return a vector of each token of each text."""
     config = await pipeline.config()
-    encoding: Literal["float"] | None = "float" if "encoding" in config.options else None
-    found = await pipeline.client.embed_multi_vector(texts, role=role, encoding=encoding)
+    found = await pipeline.client.embed_multi_vector(
+        texts, role=role, encoding=float_encoding(config)
+    )
     return [each.tolist() for each in found]
 
 
@@ -256,7 +258,7 @@ class OpenAi(Endpoints):
                 pipeline.client.embed(
                     texts,
                     dimensions=body.dimensions,
-                    encoding="float" if "encoding" in config.options else None,
+                    encoding=float_encoding(config),
                     prompt=prompt,
                 ),
                 pipeline.count_tokens({"text": texts}, parameters),
@@ -274,9 +276,9 @@ class OpenAi(Endpoints):
     ) -> dict[str, object]:
         """Return an embedding of each image."""
         self._limits.check_items("input", len(parts))
-        await pipeline.require(EMBEDDING)
+        config = await pipeline.require(EMBEDDING)
         vectors = await pipeline.client.embed_images(
-            decode_images(parts), dimensions=body.dimensions, encoding="float"
+            decode_images(parts), dimensions=body.dimensions, encoding=float_encoding(config)
         )
         self._items.labels(pipeline.name).inc(len(parts))
         encoded = encode_vectors(vectors, body.encoding_format)

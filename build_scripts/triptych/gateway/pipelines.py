@@ -7,8 +7,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import Field
 from tokenizers import Tokenizer
@@ -67,6 +68,11 @@ FITS: Mapping[str, Callable[[Set[str]], bool]] = {
 """Whether a pipeline with these outputs has a task."""
 
 
+def float_encoding(config: PipelineConfig) -> Literal["float"] | None:
+    """Return the encoding of vectors of numbers; None for a pipeline that has no other."""
+    return "float" if "encoding" in config.options else None
+
+
 class PreprocessFiles:
     """Files of a pipeline's preprocess step: its settings, and its tokenizer.
 
@@ -76,30 +82,35 @@ class PreprocessFiles:
 
     def __init__(self, folder: Path) -> None:
         self.settings: Mapping[str, Any] = read_settings(folder)
-        self.has_hooks = (folder / "hooks.py").is_file()
+        self._has_hooks = (folder / "hooks.py").is_file()
         self._folder = folder
+        name = self.settings.get("row_maker", "")
+        # Images and inputs of own models have other classes, which may run functions of the user.
+        found: Any = find_class(_MOVED.get(name, name)) if name else object
+        self._class: type[TokenRowMaker] | None = (
+            found if issubclass(found, TokenRowMaker) else None
+        )
         self._maker: TokenRowMaker | None = None
         self._strict: TokenRowMaker | None = None
         self._tokenizer: Tokenizer | None = None
         self._lock = threading.Lock()
 
+    @property
+    def knows_tokens(self) -> bool:
+        """Whether the rows are texts that no function of the pipeline changes."""
+        return self._class is not None and not self._has_hooks
+
     def maker(self) -> TokenRowMaker | None:
         """Return the batch encoder of the pipeline; None if its rows are no texts."""
-        has_rows = "row_maker" in self.settings and "image" not in self.settings["inputs"]
-        if self._maker is None and has_rows:
-            self._maker = self._make(self.settings)
+        if self._maker is None and self._class is not None:
+            self._maker = self._class(self.settings, self._folder)
         return self._maker
-
-    def _make(self, settings: Mapping[str, Any]) -> TokenRowMaker:
-        name = settings["row_maker"]
-        made: TokenRowMaker = find_class(_MOVED.get(name, name))(settings, self._folder)
-        return made
 
     def count(
         self, columns: Mapping[str, list[str]], parameters: Mapping[str, object]
     ) -> list[int] | None:
         """Return the number of tokens of each row; None if it is not known."""
-        if self.has_hooks:
+        if not self.knows_tokens:
             return None
         rows = len(next(iter(columns.values())))
         most = self.settings["max_core_rows"]
@@ -129,9 +140,9 @@ class PreprocessFiles:
         ]
         settings = {**self.settings, "overflow": "reject"}
         with self._lock:
-            if self._strict is None:
-                self._strict = self._make(settings)
-            made = self._strict.token_rows(requests)
+            if self._strict is None and self._class is not None:
+                self._strict = self._class(settings, self._folder)
+            made = [] if self._strict is None else self._strict.token_rows(requests)
         errors = ((row, each) for row, each in enumerate(made) if isinstance(each, Exception))
         return next(errors, None)
 
@@ -308,7 +319,7 @@ class Pipeline:
             return []
 
     async def count_tokens(
-        self, columns: Mapping[str, list[str]], parameters: Mapping[str, object]
+        self, columns: Mapping[str, list[Any]], parameters: Mapping[str, object]
     ) -> int | None:
         """Return the number of tokens of all rows; None without the files of the pipeline.
 
@@ -317,7 +328,7 @@ class Pipeline:
         step = await self.step()
         if step is None:
             return None
-        size = sum(len(text) for column in columns.values() for text in column)
+        size = sum(len(text) for text in chain(*columns.values()) if isinstance(text, str))
         if size <= _MAX_INLINE_BYTES:
             counts = step.count(columns, parameters)
         else:
@@ -349,8 +360,8 @@ class Pipeline:
             field: Name of the rows in the request.
         """
         step = await self.step()
-        if step is None or step.has_hooks:
-            rule = "is only supported with --repository, and for pipelines without hooks"
+        if step is None or not step.knows_tokens:
+            rule = "is only supported with --repository, and for pipelines of texts without hooks"
             raise invalid("truncate", rule, "", "Leave it out")
         given = dict(step.settings["parameters"])
         given |= {name: each for name, each in (parameters or {}).items() if each is not None}

@@ -29,6 +29,7 @@ from triptych.gateway.pipelines import (
     Pipelines,
     Text,
     Texts,
+    float_encoding,
 )
 
 
@@ -206,15 +207,18 @@ class Tei(Endpoints):
     async def embed(self, body: EmbedRequest, name: str | None = None) -> list[list[float]]:
         """Return an embedding of each text."""
         pipeline, config, texts = await self._checked_texts(name, EMBEDDING, body)
+        has_option = "normalize_embeddings" in config.options
         vectors = await pipeline.client.embed(
             texts,
             dimensions=body.dimensions,
-            normalize_embeddings=body.normalize,
-            encoding="float" if "encoding" in config.options else None,
+            normalize_embeddings=body.normalize if has_option else None,
+            encoding=float_encoding(config),
             prompt=body.prompt_name,
         )
         if not body.normalize:
             check_not_normalized(vectors, body.dimensions)
+        elif not has_option:
+            vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True).clip(min=1e-12)
         self._items.labels(pipeline.name).inc(len(texts))
         await pipeline.spend_tokens({"text": texts})
         plain: list[list[float]] = vectors.tolist()
