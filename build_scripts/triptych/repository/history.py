@@ -49,8 +49,8 @@ def rollback(repository: Path, pipeline: str, build: str | None) -> RollbackResu
     record = chosen.record()
     _check_owner(repository, pipeline, record)
     group = {pipeline: chosen}
-    for name, sharer in _sharers(repository, pipeline):
-        if not _fits(sharer, record):
+    for name, sharer in _builds(repository):
+        if sharer.share == pipeline and not _fits(sharer, record):
             refused = UserError(
                 pipeline,
                 "has a core that another pipeline shares",
@@ -74,7 +74,8 @@ def rollback(repository: Path, pipeline: str, build: str | None) -> RollbackResu
             )
     for stored in group.values():
         files |= stored.files()
-    before = {path for name in group for path in _active_files(repository, name)}
+    active = [read_build(repository, name) for name in group]
+    before = {path for each in active if each is not None for path in each.files}
     models = {path.partition("/")[0] for path in files}
     retired = {path.partition("/")[0] for path in before} - models
     replaced = {name: build_id(repository, name) for name in group}
@@ -130,10 +131,6 @@ def _check_owner(repository: Path, pipeline: str, build: BuildRecord) -> None:
         )
 
 
-def _sharers(repository: Path, owner: str) -> list[tuple[str, BuildRecord]]:
-    return [(name, build) for name, build in _builds(repository) if build.share == owner]
-
-
 def _builds(repository: Path) -> Iterator[tuple[str, BuildRecord]]:
     """Yield the active builds by name."""
     for path in sorted(repository.glob(f"*/{MANIFEST_FILE}")):
@@ -157,8 +154,3 @@ def _find_fitting(
         if build is not None and fits(build):
             return stored
     raise refused
-
-
-def _active_files(repository: Path, pipeline: str) -> list[str]:
-    build = read_build(repository, pipeline)
-    return [] if build is None else list(build.files)

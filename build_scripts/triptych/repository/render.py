@@ -420,12 +420,11 @@ def _python_files(
         folder = f"{plan.step(step)}/1"
         if hooks is not None:
             files[f"{folder}/hooks.py"] = hooks
-        own = files_of(plan.spec)
-        files |= {f"{folder}/{FILES_FOLDER}/{path}": file for path, file in own}
+        files |= {f"{folder}/{FILES_FOLDER}/{path}": file for path, file in files_of(plan.spec)}
         # `setup` of the user's functions may read the tokenizer in any step.
         needed = plan.task.decodes_tokens or (hooks is not None and b".tokenizer" in hooks)
         if tokenizer_file is not None and (step == "preprocess" or needed):
-            files[f"{plan.step(step)}/1/tokenizer.json"] = tokenizer_file
+            files[f"{folder}/tokenizer.json"] = tokenizer_file
     if plan.info.has_query_weights and tokenizer_file is not None:
         weights = tokenizer_file.with_name(WEIGHTS_FILE)
         files[f"{plan.step('postprocess')}/1/{WEIGHTS_FILE}"] = weights
@@ -435,9 +434,7 @@ def _python_files(
 def _has_free_dimensions(plan: Plan) -> bool:
     """Return whether a Python step has an input whose rows may differ in shape."""
     tensors = (*plan.request_inputs, *plan.core.outputs, *plan.past_core)
-    if len(plan.stages) > 1:
-        return True
-    return any(-1 in tensor.config_dims for tensor in tensors)
+    return len(plan.stages) > 1 or any(-1 in tensor.config_dims for tensor in tensors)
 
 
 def _core_files(plan: Plan, core_file: Path, warm_ups: Path) -> dict[str, Content]:

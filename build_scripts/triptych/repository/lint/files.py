@@ -241,9 +241,8 @@ def manifest_files(model: Model) -> Iterator[Flaw]:
     for name, digest in sorted((in_manifest(model, "files") or {}).items()):
         path = model.repository.root / name
         if not is_file(path):
-            missing.setdefault(_missing_folder(model.repository.root, path) or name, []).append(
-                name
-            )
+            place = _missing_folder(model.repository.root, path) or name
+            missing.setdefault(place, []).append(name)
         elif sha256_of(path) != digest.lower().removeprefix("sha256:"):
             yield _changed(model, name, "the content has changed")
     for place, files in missing.items():
@@ -285,7 +284,7 @@ def traffic(model: Model) -> Iterator[Flaw]:
         yield warning(
             f"should truncate at most {_MAX_TRUNCATED_SHARE:.0%} of the traffic",
             f"{truncated:.1%} of the rows are longer than tokenizer.max_length",
-            "Raise tokenizer.max_length, split long texts, or set overflow: reject",
+            "Raise tokenizer.max_length, split long texts, or set tokenizer.truncation: reject",
             model.manifest_file,
         )
     yield from _narrow_traffic(model)

@@ -117,8 +117,7 @@ class Graph:
     problem: str = ""  # Reason why it could not be read; empty otherwise
 
 
-def onnx_installed() -> bool:
-    """Return whether the package onnx is installed."""
+def _has_onnx() -> bool:
     try:
         import onnx  # noqa: F401
     except ImportError:
@@ -126,16 +125,11 @@ def onnx_installed() -> bool:
     return True
 
 
-def read_graph(path: Path, file: str) -> Graph:
+def _read_graph(path: Path, file: str) -> Graph:
     """Read the graph at `path` without its external weights.
 
     If the file is broken, the result has a `problem`.
-
-    Raises:
-        ImportError: onnx is not installed (see `onnx_installed`).
     """
-    import onnx  # noqa: F401
-
     try:
         graph = read_interface(path)
     except Exception as problem:  # the parser raises more than its documented DecodeError
@@ -391,7 +385,7 @@ class Model:
                 # A model with external weights may be a folder that contains the ONNX file.
                 places = [f"{version}/{name}", f"{version}/{name}/{name}"]
                 found = [place for place in places if is_file(folder / place)][:1]
-                self.graphs += [read_graph(folder / f, f"{folder.name}/{f}") for f in found]
+                self.graphs += [_read_graph(folder / f, f"{folder.name}/{f}") for f in found]
 
     def _replace_settings(self, text: str) -> None:
         try:
@@ -450,7 +444,7 @@ def read_repository(
     with_graphs: bool = True,
 ) -> Repository:
     """Read every model folder below `root`; unreadable files become a model's problem."""
-    reads_graphs = with_graphs and onnx_installed()
+    reads_graphs = with_graphs and _has_onnx()
     repository = Repository(root, triton, is_exact, reads_graphs, upgraded_from)
     # Hidden folders are included, because the server treats every folder as a model.
     repository.models.update((f.name, Model(repository, f)) for f in _folders(root))
