@@ -15,6 +15,7 @@ from tests.support.generation_load_cases import MS, result
 from tests.support.mistakes import check_refused
 from tests.support.project import write_pipeline
 from triptych.interface.report.bench import as_csv
+from triptych.repository.records import read_record
 from triptych.serving.bench.bench import mean_answer_tokens
 from triptych.serving.bench.comparison import Price
 from triptych.serving.bench.measure import run_longer
@@ -27,7 +28,7 @@ from triptych.serving.bench.perf_output import (
     read_export,
 )
 from triptych.serving.bench.resources import name_process, process_tree
-from triptych.serving.bench.results import BenchResult, from_json, judge_slo, to_json
+from triptych.serving.bench.results import BenchResult, judge_slo, to_json
 from triptych.spec.generation_fields import load_generation_spec
 from triptych.spec.slo import GenerationSlo, parse_generation_slo
 from triptych.spec.spec import load_spec
@@ -158,7 +159,7 @@ def test_a_window_without_an_answer_is_made_longer() -> None:
 def test_what_was_measured_is_kept_and_shown() -> None:
     """The page and the table of the terminal are on record in `test_golden_reports`."""
     found = result()
-    assert from_json(BenchResult, json.loads(json.dumps(to_json(found)))) == found
+    assert read_record(BenchResult, json.loads(json.dumps(to_json(found)))) == found
     assert judge_slo(found).kind == "met"
     rows = list(csv.DictReader(StringIO(as_csv(found))))
     assert [row["itl_samples"] for row in rows] == ["180", "180", "720", "720"]

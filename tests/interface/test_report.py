@@ -62,7 +62,7 @@ from triptych.interface.report.plots import (
 )
 from triptych.interface.report.tune import write_tune_report
 from triptych.operate.tune.results import TuneResult, pareto_front
-from triptych.repository.records import plain_data
+from triptych.repository.records import plain_data, read_record
 from triptych.serving.bench.results import (
     BenchResult,
     LoadPoint,
@@ -72,7 +72,6 @@ from triptych.serving.bench.results import (
     find_best_point,
     find_limiting_bottleneck,
     format_headline,
-    from_json,
     judge_slo,
 )
 from triptych.spec.slo import Slo
@@ -268,8 +267,8 @@ def test_a_record_is_the_result(tmp_path: Path) -> None:
     write_gate_report(gate, ABOUT, tmp_path)
     names = ["bench.csv", "bench.json", "gate.json", "report.html", "tune.json"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
-    assert from_json(BenchResult, read("bench.json")) == bench()
-    assert from_json(TuneResult, read("tune.json")) == tuned()
+    assert read_record(BenchResult, read("bench.json")) == bench()
+    assert read_record(TuneResult, read("tune.json")) == tuned()
     held = read("gate.json")
     assert held["row_differences"] == [None, 1.0, None]
     assert held["verdicts"] == [asdict(each) for each in gate.verdicts]

@@ -18,13 +18,13 @@ from triptych.base.errors import UserError
 from triptych.interface.cli import app
 from triptych.interface.cli.measure import PriceOptions
 from triptych.interface.report.bench import write_bench_report
+from triptych.repository.records import read_record
 from triptych.serving.bench.bench import parse_loads, sustained_rate
 from triptych.serving.bench.comparison import MetricChange, Price, compare_results, read_bench
 from triptych.serving.bench.results import (
     BenchResult,
     Cost,
     OfferedLoad,
-    from_json,
 )
 from triptych.spec.slo import Slo
 
@@ -71,7 +71,7 @@ def measured(home: Path) -> dict[str, Any]:
 def test_every_load_is_measured_with_its_steps_and_where_time_goes(
     home: Path, measured: dict[str, Any]
 ) -> None:
-    result = from_json(BenchResult, measured)
+    result = read_record(BenchResult, measured)
     loads = ["1 client", "4 clients", "20/s in bursts of 4"]
     assert [str(load.load) for load in result.points] == loads
     for load in result.points:

@@ -12,6 +12,7 @@ import pytest
 from tests.support.mistakes import refusal
 from tests.support.processes import running
 from triptych.base.errors import UserError
+from triptych.repository.records import read_record
 from triptych.serving.bench import measure as load_measure
 from triptych.serving.bench import rates
 from triptych.serving.bench.bottleneck import find_bottleneck
@@ -25,7 +26,7 @@ from triptych.serving.bench.perf_analyzer import (
 )
 from triptych.serving.bench.perf_output import check_stability
 from triptych.serving.bench.rates import find_highest_rate
-from triptych.serving.bench.results import Kind, OfferedLoad, from_json, to_json
+from triptych.serving.bench.results import Kind, OfferedLoad, to_json
 from triptych.serving.bench.results import Measurement as Measured
 from triptych.serving.bench.statistics import STEPS
 from triptych.serving.server import Server
@@ -167,7 +168,7 @@ def check_whole(measured: Measured, *, is_local: bool) -> None:
     models = {step.model for step in measured.steps}
     assert named >= {"tritonserver", *models} if is_local else not named
     assert (seen.machine_cpu is not None) is is_local
-    assert from_json(Measured, to_json(measured)) == measured
+    assert read_record(Measured, to_json(measured)) == measured
 
 
 @pytest.mark.server

@@ -35,7 +35,8 @@ from triptych.operate.tune.results import (
 )
 from triptych.operate.tune.trial_servers import TrialServers
 from triptych.repository.lint.checks import LintFailure
-from triptych.serving.bench.results import LoadPoint, Measurement, OfferedLoad, from_json, to_json
+from triptych.repository.records import read_record
+from triptych.serving.bench.results import LoadPoint, Measurement, OfferedLoad, to_json
 
 
 class TrialCache:
@@ -52,7 +53,7 @@ class TrialCache:
         """Return the finished trial of `other` against `present`; None without one."""
         try:
             text = self._path(present, other).read_text(encoding="utf-8")
-            return from_json(Trial, json.loads(text))
+            return read_record(Trial, json.loads(text))
         except (OSError, ValueError):  # missing, or another format
             return None
 

@@ -1,7 +1,7 @@
 """Results of load tests, used by bench, tune and reports, with SLO verdict and summaries.
 
 Times are client latencies in microseconds unless a name says otherwise. `to_json` is the only
-writer of these classes; `from_json` and `read_result` are their only readers.
+writer of these classes; `read_record` and `read_result` are their only readers.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 from triptych.base.confidence import Ratio, limit_ratio
 from triptych.base.errors import UserError
 from triptych.base.formatting import amount, milliseconds, rounded
+from triptych.repository.records import read_record
 from triptych.spec.slo import PERCENTILES, AnySlo, Slo
 
 Kind = Literal["concurrency", "poisson", "constant", "burst"]
@@ -375,15 +376,6 @@ def to_json(value: object) -> JsonValue:
     return plain
 
 
-def from_json(kind: type[Result], document: object) -> Result:
-    """Read the output of `to_json`.
-
-    Raises:
-        pydantic.ValidationError: `document` has another form.
-    """
-    return TypeAdapter(kind).validate_python(document)
-
-
 def read_result(kind: type[Result], file: Path, verb: str) -> Result:
     """Return the result that the command `verb` wrote as JSON.
 
@@ -392,7 +384,7 @@ def read_result(kind: type[Result], file: Path, verb: str) -> Result:
     """
     remedy = f"Give a {verb}.json that `triptych {verb}` wrote"
     try:
-        return from_json(kind, json.loads(file.read_text(encoding="utf-8")))
+        return read_record(kind, json.loads(file.read_text(encoding="utf-8")))
     except OSError as error:
         given = error.strerror or error
         raise UserError(str(file), "must be a readable file", given=given, remedy=remedy) from error
