@@ -1,5 +1,6 @@
 """The writer of a repository: killed at any moment, and where the disk has no room or no leave."""
 
+import errno
 import json
 import os
 import resource
@@ -294,6 +295,20 @@ def test_files_of_a_build_and_manifests_can_be_read_by_every_user(
         assert mode == (folder if path.is_dir() else file), path
     assert stat.S_IMODE((tmp_path / "m/base/envoy.yaml").stat().st_mode) == file
     assert stat.S_IMODE((tmp_path / "secret/key").stat().st_mode) == 0o600
+
+
+def test_a_file_system_without_links_has_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "weights").write_bytes(bytes(100_000))
+    write_models(tmp_path / "r", {"a/1/weights": tmp_path / "weights"})
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert write_models(tmp_path / "r", {"b/1/weights": tmp_path / "weights"}) == ["b"]
+    assert (tmp_path / "r/b/1/weights").read_bytes() == bytes(100_000)
 
 
 def test_a_file_is_written_after_a_killed_process_of_the_same_number(tmp_path: Path) -> None:

@@ -532,7 +532,7 @@ def _stage(target: Path, content: Content, repository: Path) -> None:
         target.symlink_to(content.target)
         return
     if isinstance(content, Path) and (identical := _find_identical(content, repository)):
-        os.link(identical, target)
+        link(identical, target)
         return
     with target.open("wb") as file:
         if isinstance(content, bytes):
