@@ -296,7 +296,7 @@ def test_addresses_are_read_or_refused() -> None:
     for mixed in ("triton-1:8001,triton-2:8001", "127.0.0.1:1,[::1]:1"):
         with pytest.raises(UserError, match=r"IP addresses of one version.*dns:///name:port"):
             Client("toy", mixed)
-    wrong: tuple[Any, ...] = ("", [], "a:1,", "http://a:1", ["127.0.0.1:1", "https://b"])
+    wrong: tuple[Any, ...] = ("", "triton", [], "a:1,", "http://a:1", ["127.0.0.1:1", "https://b"])
     for url in wrong:
         with pytest.raises(UserError, match="must be the host and port"):
             Client("toy", url)
@@ -316,8 +316,9 @@ def test_addresses_are_read_or_refused() -> None:
         assert caught.value.field == name
     with pytest.raises(UserError, match="must have both `certificate` and `key`"):
         Tls(certificate=Path("client.pem"))
-    with pytest.raises(UserError, match=r"retry\.attempts"):
-        Retry(attempts=0)
+    for fields in ({"attempts": 0}, {"first_pause_s": -1}, {"longest_pause_s": -1}, {"budget": -1}):
+        with pytest.raises(UserError, match=rf"retry\.{next(iter(fields))}"):
+            Retry(**fields)
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,11 @@ import pandas
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from triptych.base.errors import UserError
-from triptych.client import PipelineConfig, PipelineFailedError
+from triptych.client import InvalidRequestError, PipelineConfig, PipelineFailedError
+from triptych.client.images import encode_images
 from triptych.client.wire import encode_rows, has_typed_rows
 from triptych.interface.bulk.files import (
     ERROR,
@@ -57,6 +59,16 @@ def test_a_series_of_pandas_has_its_rows_in_order() -> None:
     series = pandas.Series(["a", "b"], index=[3, 1])
     assert not has_typed_rows({"text": series})
     assert encode_rows({"text": series}).columns == {"text": [b"a", b"b"]}
+
+
+def test_one_image_in_place_of_a_list_is_refused() -> None:
+    pixels = np.zeros((8, 8, 3), np.uint8)
+    wrong: tuple[Any, ...] = (b"GIF89a", "a.png", Path("a.png"), Image.fromarray(pixels), pixels)
+    for one in (*wrong, pixels[:, :, 0]):
+        with pytest.raises(InvalidRequestError, match="must be a sequence of images"):
+            encode_images(one)
+    several: Any = np.stack([pixels, pixels])
+    assert len(encode_images(several)) == 2
 
 
 def test_a_jsonl_file_has_the_inputs_by_name(tmp_path: Path) -> None:

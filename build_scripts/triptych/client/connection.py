@@ -53,7 +53,7 @@ def read_target(url: str | Sequence[str]) -> Target:
     """
     addresses = url.split(",") if isinstance(url, str) else list(url)
     addresses = [address.strip() for address in addresses]
-    if any(not address or address.startswith(_FOREIGN_SCHEMES) for address in addresses or [""]):
+    if any(":" not in each or each.startswith(_FOREIGN_SCHEMES) for each in addresses or [""]):
         raise UserError(
             "url",
             "must be the host and port of the server's gRPC endpoint",

@@ -29,9 +29,12 @@ def encode_images(images: Images) -> list[bytes]:
     Raises:
         InvalidRequestError: `images` is one image.
     """
-    if isinstance(images, bytes | str | Path):
+    is_one = isinstance(images, bytes | str | Path) or hasattr(images, "getexif")
+    if isinstance(images, np.ndarray):  # of rows of pixels
+        is_one = images.ndim < 3 or (images.ndim == 3 and images.shape[2] in (3, 4))
+    if is_one:
         raise InvalidRequestError(
-            f"`images` must be a sequence of images. Given: {str(images)[:120]}. "
+            f"`images` must be a sequence of images. Given: one {type(images).__name__}. "
             "Put the image into a list."
         )
     return [_encode(image) for image in images]

@@ -56,17 +56,13 @@ class Retry:
     budget_share: float = 0.2
 
     def __post_init__(self) -> None:
-        if self.attempts < 1:
-            raise UserError(
-                "retry.attempts",
-                "must be 1 or more",
-                given=self.attempts,
-                remedy="Give 1 for no retries",
-            )
-        if self.budget < 0:
-            raise UserError(
-                "retry.budget", "must be 0 or more", given=self.budget, remedy="Give 0 or more"
-            )
+        minimums = {"attempts": 1, "first_pause_s": 0, "longest_pause_s": 0, "budget": 0}
+        for name, minimum in minimums.items():
+            if (given := getattr(self, name)) < minimum:
+                rule = f"must be {minimum} or more"
+                raise UserError(
+                    f"retry.{name}", rule, given=given, remedy=f"Give {minimum} or more"
+                )
         if not 0 <= self.budget_share <= 1:
             raise UserError(
                 "retry.budget_share",

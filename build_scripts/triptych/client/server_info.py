@@ -42,17 +42,11 @@ def reload_pipeline(url: str, pipeline: str, headers: Mapping[str, str]) -> None
         try:
             client.load_model(pipeline, headers=dict(headers), client_timeout=_TIMEOUT_S)
             is_ready = client.is_model_ready(pipeline, client_timeout=_TIMEOUT_S)
+            problem = "" if is_ready else "not ready afterwards"
         except InferenceServerException as error:
-            raise UserError(
-                pipeline, "must load", given=error.message(), remedy="See the server's log"
-            ) from error
-    if not is_ready:
-        raise UserError(
-            pipeline,
-            "must be ready after it was loaded",
-            given="not ready",
-            remedy="See the server's log",
-        )
+            problem = str(error.message())
+    if problem:
+        raise UserError(pipeline, "must load", given=problem, remedy="See the server's log")
 
 
 def check_served(url: str, pipeline: str) -> None:
