@@ -128,7 +128,6 @@ class Stream:
     """Response of server-sent events, each sent at once; closing `events` ends their work."""
 
     events: AsyncIterator[bytes]
-    status: int = 200
 
 
 Handler = Callable[..., Awaitable[object]]
@@ -226,7 +225,7 @@ class EndpointApp:
             if isinstance(reply, Stream):
                 events = _send_events(send, reply.events, headers)
                 if await _unless_disconnected(events, receive):
-                    status = reply.status
+                    status = 200
             elif reply is not None:
                 await self._send(send, reply, headers)
                 status = reply.status
