@@ -350,7 +350,12 @@ class Counted:
 
     settings: ClassVar[dict[str, Any]] = {}
 
+    def __init__(self, *, is_busy: bool = False) -> None:
+        self.is_busy = is_busy
+        self.threads: list[threading.Thread] = []
+
     def count(self, columns: dict[str, list[str]], _: Any) -> list[int]:
+        self.threads.append(threading.current_thread())
         return [10 for _ in columns["text"]]
 
 
@@ -374,6 +379,24 @@ def test_tokens_are_limited_after_they_are_counted(
             assert [each.status_code for each in answers] == [200, 429], path
             assert "limit of tokens per second" in answers[1].text, path
             assert 200 < int(answers[1].headers["retry-after"]) <= 290, path
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_the_event_loop_does_not_wait_for_a_thread_that_tokenizes(
+    monkeypatch: pytest.MonkeyPatch, is_busy: bool
+) -> None:
+    counted = Counted(is_busy=is_busy)
+
+    async def step(_: Pipeline) -> Counted:
+        return counted
+
+    monkeypatch.setattr(Pipeline, "step", step)
+
+    async def count() -> int | None:
+        return await Pipeline("a", AsyncClient("a"), None).count_tokens({"text": ["a"]}, {})
+
+    assert asyncio.run(count()) == 10
+    assert (counted.threads == [threading.main_thread()]) is not is_busy
 
 
 def test_tokens_of_rows_that_are_no_texts_are_not_counted(

@@ -100,6 +100,11 @@ class PreprocessFiles:
         """Whether the rows are texts that no function of the pipeline changes."""
         return self._class is not None and not self._has_hooks
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a thread tokenizes, perhaps megabytes, so that the event loop must not wait."""
+        return self._lock.locked()
+
     def maker(self) -> TokenRowMaker | None:
         """Return the batch encoder of the pipeline; None if its rows are no texts."""
         if self._maker is None and self._class is not None:
@@ -329,7 +334,7 @@ class Pipeline:
         if step is None:
             return None
         size = sum(len(text) for text in chain(*columns.values()) if isinstance(text, str))
-        if size <= _MAX_INLINE_BYTES:
+        if size <= _MAX_INLINE_BYTES and not step.is_busy:
             counts = step.count(columns, parameters)
         else:
             counts = await asyncio.to_thread(step.count, columns, parameters)
