@@ -171,6 +171,14 @@ def damage(content: bytes, chance: random.Random) -> bytes:
     return bytes(data)
 
 
+def test_a_tokenizer_of_another_form_makes_lint_not_raise(tmp_path: Path) -> None:
+    (tmp_path / "m/1").mkdir(parents=True)
+    (tmp_path / "m/config.pbtxt").write_text('backend: "python"')
+    for processor in ('"x"', '{"processors": 5}', '{"single": {"a": 1}}', '{"single": [5]}'):
+        (tmp_path / "m/1/tokenizer.json").write_text(f'{{"post_processor": {processor}}}')
+        assert of("duplicate-bos-token", run_checks(tmp_path)) == []
+
+
 def test_no_damage_makes_lint_raise(tmp_path: Path) -> None:
     for seed in range(50):
         chance = random.Random(seed)

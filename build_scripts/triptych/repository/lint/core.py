@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -309,16 +310,15 @@ def duplicate_bos_token(model: Model) -> Iterator[Flaw]:
 
 def _first_added(tokenizer: Path) -> str:
     """Return the token that a tokenizer adds in front of every text; empty if there is none."""
-    try:
+    # A tokenizer of another form has no such token; what loads it reports its faults.
+    with suppress(ValueError, AttributeError, TypeError, LookupError, RecursionError):
         pending = [json.loads(_text(tokenizer) or "{}").get("post_processor")]
-    except (ValueError, AttributeError):
-        return ""
-    while pending:
-        processor = pending.pop() or {}
-        pending += processor.get("processors", [])
-        single = processor.get("single") or [{}]
-        if "SpecialToken" in single[0]:
-            return str(single[0]["SpecialToken"]["id"])
+        while pending:
+            processor = pending.pop() or {}
+            pending += processor.get("processors", [])
+            single = processor.get("single") or [{}]
+            if "SpecialToken" in single[0]:
+                return str(single[0]["SpecialToken"]["id"])
     return ""
 
 
