@@ -271,6 +271,7 @@ def test_a_setting_that_makes_no_sense_is_named(tmp_path: Path) -> None:
     ):
         error = refusal(read_settings, {name: value})
         assert error.field == name
+        assert error.remedy
         assert name != "TRIPTYCH_RESTRICTED_KEY" or value not in error.message
     file = str(tmp_path / "a.pem")
     Path(file).write_text("-----BEGIN CERTIFICATE-----")

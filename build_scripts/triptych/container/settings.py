@@ -34,6 +34,7 @@ _TLS_FILES = (
 # Escaped characters and sets of characters, which cannot begin an assertion.
 _LITERAL = re.compile(r"\\[^1-9]|\[\^?\]?(\\.|[^\]])*\]")
 _NOT_IN_RE2 = re.compile(r"\(\?(<?[=!]|P=|>|\()|\\[1-9]|[*+?}]\+")
+_CORRECT = "Correct it, or remove it for the default"
 # A cache and its settings, as in `redis,host=cache,port=6379`.
 _CACHE = re.compile(r"[a-z0-9_]+(,[a-z0-9_]+=[^,\s]+)+")
 
@@ -131,10 +132,7 @@ def _read_key(given: Mapping[str, str]) -> str:
     name, key = KEY_VARIABLE, given.get(KEY_VARIABLE)
     if file:
         name = "TRIPTYCH_RESTRICTED_KEY_FILE"
-        try:
-            key = Path(file).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(name, "must be a readable file", given=file) from error
+        key = _read_file(name, file).decode("utf-8", "replace").strip()
     if not key:
         return secrets.token_urlsafe(32)
     if not _KEY.fullmatch(key):
@@ -162,6 +160,7 @@ def read_trace(variables: Mapping[str, str]) -> Trace | None:
             "TRIPTYCH_TRACE",
             "must be off, the address of an OpenTelemetry collector or an absolute path",
             given=target,
+            remedy="Write for example http://collector:4318/v1/traces",
         )
     return Trace(target, rate)
 
@@ -173,7 +172,10 @@ def _read_cache(given: Mapping[str, str]) -> tuple[str, ...]:
         return ()
     if not _CACHE.fullmatch(text):
         raise UserError(
-            name, "must be the name of a cache and its settings, NAME,KEY=VALUE,…", given=text
+            name,
+            "must be the name of a cache and its settings, NAME,KEY=VALUE,…",
+            given=text,
+            remedy="Write for example redis,host=cache,port=6379",
         )
     if "TRIPTYCH_RESPONSE_CACHE_MIB" in given:
         raise UserError(
@@ -204,13 +206,19 @@ def _read_tls(given: Mapping[str, str]) -> GrpcTls | None:
 def _pem_file(given: Mapping[str, str], name: str) -> str | None:
     if name not in given:
         return None
-    try:
-        content = Path(given[name]).read_bytes()
-    except OSError as error:
-        raise UserError(name, "must be a readable file", given=given[name]) from error
-    if b"-----BEGIN " not in content:
-        raise UserError(name, "must be a PEM file", given=given[name])
+    if b"-----BEGIN " not in _read_file(name, given[name]):
+        remedy = "Convert it to PEM, or give another"
+        raise UserError(name, "must be a PEM file", given=given[name], remedy=remedy)
     return str(Path(given[name]).absolute())
+
+
+def _read_file(name: str, path: str) -> bytes:
+    """Return the content of the file that a variable names."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        remedy = "Check the path and its permissions"
+        raise UserError(name, "must be a readable file", given=path, remedy=remedy) from error
 
 
 def _read_pattern(given: Mapping[str, str]) -> str | None:
@@ -221,7 +229,8 @@ def _read_pattern(given: Mapping[str, str]) -> str | None:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise UserError(name, f"must be a regular expression ({error})", given=pattern) from error
+        rule = f"must be a regular expression ({error})"
+        raise UserError(name, rule, given=pattern, remedy="Correct it") from error
     if found := _NOT_IN_RE2.search(_LITERAL.sub("x", pattern)):
         raise UserError(
             name,
@@ -237,7 +246,8 @@ def _number(given: Mapping[str, str], name: str, default: int, most: int = 2**31
     if text is None:
         return default
     if not re.fullmatch(r"[0-9]{1,10}", text) or not 1 <= int(text) <= most:
-        raise UserError(name, f"must be a whole number from 1 to {most}", given=text)
+        rule = f"must be a whole number from 1 to {most}"
+        raise UserError(name, rule, given=text, remedy=_CORRECT)
     return int(text)
 
 
@@ -251,5 +261,6 @@ def _choice(
     """Return the value of the word that is set."""
     text = given.get(name, default)
     if text not in choices:
-        raise UserError(name, f"must be one of {', '.join(choices)}", given=text)
+        rule = f"must be one of {', '.join(choices)}"
+        raise UserError(name, rule, given=text, remedy=_CORRECT)
     return choices[text]
