@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +30,11 @@ def escape_for_terminal(text: str) -> str:
         f"[U+{ord(character):04X}]" if is_unseen(character) and character != "\n" else character
         for character in text
     )
+
+
+def print_line(line: str) -> None:
+    """Print a line on standard error at once, escaped for a terminal."""
+    print(escape_for_terminal(line), file=sys.stderr, flush=True)
 
 
 def closest(given: str, known: Iterable[str]) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from triptych.base.errors import UserError, escape_for_terminal
+from triptych.base.errors import UserError, print_line
 from triptych.base.release_changes import defects_of
 from triptych.base.releases import Release, parse_release
 from triptych.container.device_check import (
@@ -170,15 +170,14 @@ def variant_flags(settings: Settings, machine: str) -> list[str]:
     """Return the flag that selects the plan for this machine, and print which one it is."""
     chosen = choose_variant(settings.repository, find_machine(settings.cores), machine)
     for line in chosen.lines:
-        print(line, file=sys.stderr, flush=True)
+        print_line(line)
     return [f"--model-config-name={chosen.name}"] if chosen.name else []
 
 
 def warn_of(release: Release) -> None:
     """Print the defects of this release that every server has."""
     for defect in defects_of(release, {"any server"}):
-        line = f"warning: in Triton {release}, {defect.effect} ({defect.source})"
-        print(line, file=sys.stderr, flush=True)
+        print_line(f"warning: in Triton {release}, {defect.effect} ({defect.source})")
 
 
 def find_device_checks(settings: Settings, machine: Machine, release: Release) -> DeviceChecks:
@@ -187,12 +186,8 @@ def find_device_checks(settings: Settings, machine: Machine, release: Release) -
         find_checks(settings.repository, machine, str(release)),
         PassedChecks(settings.state or Path(f"/dev/shm/triptych-checks-{os.getuid()}")),
         settings.device_check,
-        tell_of_check,
+        print_line,
     )
-
-
-def tell_of_check(line: str) -> None:
-    print(escape_for_terminal(line), file=sys.stderr, flush=True)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -216,7 +211,7 @@ def main(arguments: Sequence[str]) -> int:
         print(describe_loader(os.environ), end="", file=sys.stderr, flush=True)
         checks = find_device_checks(settings, machine, release)
     except UserError as error:
-        print(escape_for_terminal(f"error: {error.message}"), file=sys.stderr, flush=True)
+        print_line(f"error: {error.message}")
         return EXIT_MISTAKE
     os.umask(0o077)  # shared memory has user data, which must be private
     regions = SharedRegions(prefix)
@@ -246,7 +241,7 @@ def main(arguments: Sequence[str]) -> int:
         )
     finally:
         if checks.refusal:
-            tell_of_check(f"error: {checks.refusal}: build it there, or set {MODE_VARIABLE}=warn")
+            print_line(f"error: {checks.refusal}: build it there, or set {MODE_VARIABLE}=warn")
         mark.unlink(missing_ok=True)
         regions.remove()
 

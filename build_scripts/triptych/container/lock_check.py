@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from triptych.base.errors import UserError, escape_for_terminal
+from triptych.base.errors import UserError, print_line
 from triptych.container.machine import Machine, VisibleGpu, read_machine, version_numbers
 from triptych.container.manifests import (
     IS_BYTE_CODE,
@@ -116,7 +116,7 @@ def enforce(settings: Settings, machine: Machine | None) -> bool:
             break
     problems += _cut_off(settings.repository)
     for problem in problems:
-        print(escape_for_terminal(str(problem)), file=sys.stderr, flush=True)
+        print_line(str(problem))
     refused = any(problem.severity == "error" for problem in problems)
     return settings.lock_check == "warn" or not refused
 
@@ -267,7 +267,7 @@ def main(arguments: list[str]) -> int:
         settings = read_settings(repository=arguments[0] if arguments else None)
         return 0 if enforce(settings, read_machine()) else EXIT_REFUSED
     except UserError as error:
-        print(escape_for_terminal(f"error: {error.message}"), file=sys.stderr)
+        print_line(f"error: {error.message}")
         return EXIT_MISTAKE
 
 

@@ -11,7 +11,6 @@ import re
 import resource
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 from threading import Thread
 from typing import NamedTuple
 
+from triptych.base.errors import print_line
 from triptych.container.lock_check import EXIT_REFUSED
 from triptych.container.periodic import REPLACED_AFTER, PeriodicCheck
 from triptych.runtime.in_flight import InFlight
@@ -158,7 +158,7 @@ class EndlessLoad:
         living = step_processes(server) if endless else {}
         return {pid: model for pid, model in living.items() if pid in endless}
 
-    def told(self, server: int) -> str:
+    def describe(self, server: int) -> str:
         """Return a message about a server with such steps, else an empty text."""
         models = list(self.steps(server).values())
         return f"{models[0]} never finishes loading ({STARVED})" if models else ""
@@ -296,7 +296,7 @@ def warn_of_limits() -> None:
     """Print the limits of this system that are too low for a server."""
     for limit, (value, _) in server_limits().items():
         if value < limit.enough:
-            _say(f"warning: {limit.rule}. Here: {value:,}. {limit.remedy}")
+            print_line(f"warning: {limit.rule}. Here: {value:,}. {limit.remedy}")
 
 
 def supervise(
@@ -387,25 +387,27 @@ def _watch(
     while not asked:
         code = server.poll()
         if code is not None:
-            _say(f"error: tritonserver ended by itself: {_how(code)}{describe_memory_kills(kills)}")
+            print_line(
+                f"error: tritonserver ended by itself: {_how(code)}{describe_memory_kills(kills)}"
+            )
             return code if code > 0 else EXIT_DEAD
         if dead := steps.dead(server.pid, is_ready):
             named = ", ".join(f"{model} (process {pid})" for pid, model in dead.items())
             why = describe_memory_kills(kills)
-            _say(f"error: a step has died: {named}{why}. The server cannot answer without it")
+            print_line(f"error: a step has died: {named}{why}. The server cannot answer without it")
             _kill(server)
             return EXIT_DEAD
         if is_refused():
             _kill(server)
             return EXIT_REFUSED
-        if not steps.watched and (told := endless.told(server.pid)):
-            _say(f"error: {told}")
+        if not steps.watched and (message := endless.describe(server.pid)):
+            print_line(f"error: {message}")
             _kill(server)
             return EXIT_DEAD
         if steps.watched and health.has_result():
             was_healthy |= not health.failures
             if was_healthy and health.failures >= REPLACED_AFTER:
-                _say(f"error: the server fails its health check: {health.fault}")
+                print_line(f"error: the server fails its health check: {health.fault}")
                 _kill(server)
                 return EXIT_DEAD
         time.sleep(_POLL_S)
@@ -432,7 +434,3 @@ def _stop(server: subprocess.Popen[bytes], grace_s: float, ask: Callable[[], Seq
 
 def _how(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

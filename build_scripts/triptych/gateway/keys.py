@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-import sys
 import time
 from collections.abc import Iterable
 from contextvars import ContextVar
@@ -15,7 +14,7 @@ from pathlib import Path
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from triptych.base.errors import UserError
+from triptych.base.errors import UserError, print_line
 from triptych.base.files import parse_yaml
 from triptych.gateway.errors import ApiError
 
@@ -235,7 +234,7 @@ class Keys:
         try:
             self._take_over()
         except UserError as error:
-            print(f"warning: keys are not changed: {error.message}", file=sys.stderr, flush=True)
+            print_line(f"warning: keys are not changed: {error.message}")
 
     def _take_over(self) -> None:
         """Replace all keys; a key whose entry is the same keeps its current rates."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import ssl
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from triptych.base.errors import UserError
+from triptych.base.errors import UserError, print_line
 from triptych.container.supervisor import raise_limits
 from triptych.gateway import GRACE_S
 from triptych.gateway.app import make_app
@@ -168,7 +167,7 @@ class _Server(uvicorn.Server):  # type: ignore[misc]
             tls.context()  # A key that does not fit would break the context that is in use.
             self._context.load_cert_chain(tls.certificate, tls.key)
         except (UserError, OSError) as error:
-            print(f"warning: the certificate is not changed: {error}", file=sys.stderr, flush=True)
+            print_line(f"warning: the certificate is not changed: {error}")
 
 
 def make_server(

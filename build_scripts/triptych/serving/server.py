@@ -559,7 +559,7 @@ class Server:
     def _starved(self, endless: EndlessLoad) -> str:
         """Return text about a step that got no CPU and stopped the server; empty without one."""
         if self._started().is_running:
-            return endless.told(self.pid)
+            return endless.describe(self.pid)
         log = self._log_text()
         return find_exit_reason(log) if is_cpu_starved(log) else ""
 
