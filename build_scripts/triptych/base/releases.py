@@ -110,7 +110,7 @@ BACKEND_PARAMETERS: Mapping[str, tuple[Since, ...]] = {
 }
 
 # First and last release whose dynamic batcher answers in completion order in spite of
-# `preserve_ordering` (core #449, mended by core #520).
+# `preserve_ordering` (core #449, fixed by core #520).
 PRESERVE_ORDERING_BROKEN = (Release(25, 9), Release(26, 7))
 OVERFLOW_CHECKED = Release(26, 4)
 """First release that refuses a request whose shape overflows 64 bits (core pull request 475)."""

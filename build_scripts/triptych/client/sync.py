@@ -50,11 +50,11 @@ def _close(opened: Opened) -> None:
         opened.channel.close()
 
 
-def _ended_soon(ended: Ended, most: int) -> Iterator[grpc.Future]:
-    """Yield what comes in `ended` within `END_S`, at most so many, until None."""
+def _ended_soon(ended: Ended, count: int) -> Iterator[grpc.Future]:
+    """Yield up to `count` futures that come in `ended` within `END_S` seconds, until None."""
     end_s = time.monotonic() + END_S
     with suppress(queue.Empty):
-        for _ in range(most):
+        for _ in range(count):
             call = ended.get(timeout=max(0.0, end_s - time.monotonic()))
             if call is None:
                 return

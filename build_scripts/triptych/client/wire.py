@@ -171,8 +171,8 @@ def encode_rows(inputs: Rows, config: PipelineConfig | None = None) -> EncodedRo
                 try:
                     shape, data = _encode_value(value, *kind)
                 except (UnicodeEncodeError, TypeError, ValueError) as error:
-                    told = f"`{name}` {error}. Given: {value!r:.80}. Convert it."
-                    refused.setdefault(row, InvalidRequestError(told, row))
+                    text = f"`{name}` {error}. Given: {value!r:.80}. Convert it."
+                    refused.setdefault(row, InvalidRequestError(text, row))
                 column.append(data)
                 shapes[name].append(shape)
             continue

@@ -80,7 +80,7 @@ def _prepare(
 ) -> Flow[tuple[TaskCall[Vectors, Vectors], Callable[[Vectors], list[Choice]]]]:
     """Return the call for the vectors of images, and the function from a vector to its labels."""
     found, deadline = _check_labels(labels, template), client._deadline(timeout_s)
-    # Asked anew for each call, because a rebuilt model has another space.
+    # Read again for each call, because a rebuilt model has another space.
     space = yield from _read_space(client, deadline)
     texts = [template.replace("{}", label) for label in found]
     vectors = yield from _embed_texts(client, space, texts, deadline)

@@ -1,4 +1,4 @@
-"""The accuracy gate on the device that serves: made-up rows with the answers of the reference.
+"""The accuracy gate on the device that serves: synthetic rows with the answers of the reference.
 
 The gate ran where the pipeline was built. At the first start on another device, the server answers
 the rows in `ROWS_FILE` of each pipeline before it counts as ready. Another processor, GPU, driver
@@ -266,7 +266,7 @@ class PassedChecks:
         """Whether this build passed on this device; False if the device's name is not known."""
         file = self.folder / check.key
         with suppress(OSError):
-            # In a folder of all users, such as /dev/shm, somebody else may have made the file.
+            # In a folder of all users, such as /dev/shm, another user may have made the file.
             return check.device.is_known and file.lstat().st_uid in (os.geteuid(), 0)
         return False
 

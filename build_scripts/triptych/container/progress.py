@@ -131,7 +131,7 @@ class ProgressLog:
     def write(self) -> None:
         """Write the file, if there is one."""
         if self._file is not None:
-            with suppress(OSError):  # the next check then begins anew
+            with suppress(OSError):  # the next check then starts without it
                 handle, partial = tempfile.mkstemp(dir=self._file.parent, prefix=".triptych-")
                 with os.fdopen(handle, "w") as file:
                     json.dump({name: asdict(each) for name, each in self._seen.items()}, file)

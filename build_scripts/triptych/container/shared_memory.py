@@ -1,7 +1,7 @@
 """Shared-memory regions of a server's Python steps: named after the server, removed with it.
 
 A server that is killed leaves its regions, also in a pod, where the volume at ``/dev/shm`` outlives
-a container. The next server removes them. It tells by a lock whether their server lives, because
+a container. The next server removes them. A lock shows whether their server lives, because
 servers that share ``/dev/shm`` may not see each other's processes.
 """
 

@@ -499,7 +499,7 @@ CORE_TENSOR_PREFIX = "core."
 
 
 def _for_clients(plan: Plan) -> dict[str, Any] | None:
-    """Return the parameter of the ensemble that tells clients of its inputs or its vector space."""
+    """Return the parameter of the ensemble with its inputs or its vector space, for clients."""
     if not is_own(plan.spec):
         return {SPACE: {"string_value": describe_space(plan)}} if space_of(plan) else None
     types = {name: field.type for name, field in plan.spec.inputs.items()}

@@ -8,9 +8,9 @@ folder shows.
 
 Replaced builds are stored beside the repository, in ``.<repository>.history/PIPELINE/BUILD``,
 because Triton would load them inside. A build is named by the SHA-256 of its manifest (`build_id`).
-Its files are copies of those of the repository, which somebody may overwrite in place, and share
-their blocks where the file system can do that (XFS, Btrfs). A file that a stored build already has
-is a hard link to it, since nobody writes there.
+Its files are copies of those of the repository, which users may overwrite. They share their blocks
+where the file system can do that (XFS, Btrfs). A file that a stored build already has is a hard
+link to it, because files of stored builds are never written again.
 """
 
 from __future__ import annotations

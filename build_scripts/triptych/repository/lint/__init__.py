@@ -1,4 +1,4 @@
-"""Findings on a whole model repository, from its files alone: no server, no GPU, nothing mended."""
+"""Findings on a whole model repository, from its files alone, without a server or a GPU."""
 
 from triptych.repository.lint.checks import CHECKS, run_checks
 

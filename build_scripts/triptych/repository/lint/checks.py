@@ -141,7 +141,7 @@ def run_checks(
     new: set[tuple[str, ...]] = set()
     for each in with_variants(snapshot):
         for finding in find_flaws(CHECKS, each):
-            # What every machine sees is told once.
+            # A finding that every machine has is reported once.
             if (key := (finding.id, finding.rule, finding.given)) not in known:
                 where = f"; on {each.variant}" if each.variant else ""
                 findings.append(replace(finding, given=finding.given + where))

@@ -39,7 +39,7 @@ def changed_behavior(repository: Repository) -> Iterator[Flaw]:
         if not defect.is_in(after):
             yield info(
                 f"has a defect no longer: {defect.effect}",
-                f"{_subject(defect.feature, models)}: mended in {defect.fixed}",
+                f"{_subject(defect.feature, models)}: fixed in {defect.fixed}",
                 f"Source: {defect.source}",
             )
     for change in changes_between(before, after, models):
