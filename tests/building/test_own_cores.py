@@ -214,6 +214,7 @@ def test_the_gate_finds_a_fault_in_a_core_and_behind_it(base: Path, tmp_path: Pa
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model": {"onnx": "risks.onnx"}}, "models` replaces model"),
+    ({"model": "risks.onnx"}, "models` replaces model"),
     ({"models": {"risks": {"onnx": "risks.onnx", "step": "rank"}}}, "must be preprocess"),
     ({"models": {"preprocess": {"onnx": "vectors.onnx"}}}, "must not have the name of a function"),
     ({"models": {"a": {"onnx": "vectors.onnx", "step": "setup"}}}, "must be preprocess"),

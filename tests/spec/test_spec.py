@@ -1,5 +1,6 @@
 """Specifications and what tuning sets: mistakes end in field, rule, given, remedy."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from tests.support.mistakes import check_refused
 from tests.support.project import write_pipeline
 from triptych.base.cache import sha256_of
 from triptych.spec.generation_fields import load_generation_spec
-from triptych.spec.slo import Slo, parse_slo
+from triptych.spec.slo import GenerationSlo, Slo, parse_generation_slo, parse_slo
 from triptych.spec.spec import load_spec
 from triptych.spec.traffic import Lengths, read_traffic
 from triptych.spec.tuned import (
@@ -39,7 +40,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("outputs=[5]", ["outputs.0` must be a mapping. Given: 5. Write `FIELD: ...` below"]),
     ("core=5", ["core` must be a mapping with the fields backend, device,", "Given: 5"]),
     ("model=org/name", ["model` must be a mapping", "Write `source: ...` below `model:`"]),
-    ("core.layout=a & core.layout.x=5", ["--set core.layout.x"]),
+    ("core.layout=a & core.layout.x.y=5", ["core.layout.x.y`", "itself: --set core.layout=V"]),
     ("serving.triton=24.13", ["serving.triton", "24.13", "in quotes", "as a number"]),
     ("serving.triton='24.09'", ["serving", "must be 24.10 or later"]),
     ("serving.gpus=[]", ["serving.gpus"]),
@@ -180,8 +181,13 @@ def test_a_file_or_an_slo_of_another_form_is_refused(folder: Path) -> None:
     ):
         (folder / TUNED_FILE).write_text(text, encoding="utf-8")
         check_refused(words, load_spec, folder)
-    for text in ("p99", "50ms", "p98=5ms", "p99=5", "p99=0ms", "p99=-1ms"):
+    for text in ("p99", "50ms", "p98=5ms", "p99=5", "p99=0ms", "p99=-1ms", "p99=2h", "p99=3601s"):
         check_refused("must have the form", parse_slo, [text], None, Slo())
+        of_generation = [f"ttft_{text}"]
+        check_refused(
+            "must have the form", parse_generation_slo, of_generation, None, GenerationSlo()
+        )
+    check_refused("must be greater than 0", parse_slo, [], math.nan, Slo())
 
 
 def test_an_slo_is_read_from_the_command_line_else_from_the_spec() -> None:

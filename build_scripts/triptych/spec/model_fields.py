@@ -426,7 +426,8 @@ class ModelSpec(BaseModel):
         first = next(iter(filled.values()))
         model = {name: value for name, value in first.items() if name in OwnModel.model_fields}
         named = given.get("model", model)
-        if any(value != model.get(name) for name, value in named.items() if value):
+        is_mapping = isinstance(named, dict)
+        if not is_mapping or any(v != model.get(name) for name, v in named.items() if v):
             raise _refused("models", "replaces model", "both are given", "Remove `model`")
         instances["core"] = first["instances"]
         return {

@@ -20,13 +20,10 @@ MOMENTS = {"ttft": "time to first token", "itl": "inter-token latency", "e2e": "
 """Latency metrics of a streamed response."""
 
 _TIME = r"(\d+(?:\.\d+)?)\s*(us|ms|s)"
-_RELATION = r"\s*(?:<=|<|=)\s*"
-_MAX_MS = 3_600_000
-LIMIT = rf"p(50|90|95|99|99\.9){_RELATION}{_TIME}"
-"""Pattern of a limit on the command line: ``p99=50ms``."""
+_LIMIT = re.compile(r"(\w+(?:\.9)?)\s*(?:<=|<|=)\s*(\S.*)")
+"""Pattern of a limit on the command line: ``p99=50ms``, ``ttft_p99=500ms``."""
 
-GENERATION_LIMIT = rf"({'|'.join(MOMENTS)})_p(50|90|95|99){_RELATION}{_TIME}"
-"""Pattern of a limit for a streamed response: ``ttft_p99=500ms``."""
+_MAX_MS = 3_600_000
 
 Milliseconds = Annotated[float, Field(gt=0, le=_MAX_MS)]
 
@@ -169,49 +166,55 @@ def parse_slo(limits: Sequence[str], throughput: float | None, default: Slo) -> 
     Raises:
         UserError: A limit has another form.
     """
-    given: dict[str, float] = {} if throughput is None else {"throughput": throughput}
-    for text in limits:
-        found = re.fullmatch(LIMIT, text)
-        if found is None or not 0 < float(found[2]) < 1e9:
-            raise UserError(
-                "--slo",
-                "must have the form PERCENTILE=TIME with percentile p50, p90, p95, p99 or p99.9",
-                given=text,
-                remedy="Example: --slo p99=50ms",
-            )
-        scale = {"us": 1e-3, "ms": 1.0, "s": 1e3}[found[3]]
-        given[f"p{found[1].replace('.', '_')}_ms"] = float(found[2]) * scale
+    known = {name.replace("_", "."): f"{name}_ms" for name in PERCENTILES}
+    form = "PERCENTILE=TIME with percentile p50, p90, p95, p99 or p99.9"
+    given = _parse_limits(limits, known, form, "--slo p99=50ms")
     _check_throughput(throughput)
-    return Slo(**given) if given else default
+    if not given and throughput is None:
+        return default
+    return Slo(throughput=throughput, **{name: _milliseconds(time) for name, time in given.items()})
 
 
 def parse_generation_slo(
     limits: Sequence[str], throughput: float | None, default: GenerationSlo
 ) -> GenerationSlo:
     """Return the SLO given by options such as ``ttft_p99=500ms``; see `parse_slo`."""
-    given: dict[str, str] = {}
-    for text in limits:
-        found = re.fullmatch(GENERATION_LIMIT, text)
-        time = f"{found[3]}{found[4]}" if found else ""
-        try:
-            _milliseconds(time)
-        except ValueError as error:
-            raise UserError(
-                "--slo",
-                "must have the form METRIC_PERCENTILE=TIME with metric "
-                f"{', '.join(MOMENTS)} and percentile p50, p90, p95 or p99",
-                given=text,
-                remedy="Example: --slo ttft_p99=500ms --slo itl_p99=50ms",
-            ) from error
-        given[f"{found[1]}_p{found[2]}"] = time  # type: ignore[index]
+    known = {name: name for name in GenerationSlo.model_fields if name != "throughput"}
+    metrics = f"metric {', '.join(MOMENTS)} and percentile p50, p90, p95 or p99"
+    form = f"METRIC_PERCENTILE=TIME with {metrics}"
+    given = _parse_limits(limits, known, form, "--slo ttft_p99=500ms --slo itl_p99=50ms")
     _check_throughput(throughput)
     if not given and throughput is None:
         return default
     return GenerationSlo.model_validate({**given, "throughput": throughput})
 
 
+def _parse_limits(
+    limits: Sequence[str], known: Mapping[str, str], form: str, example: str
+) -> dict[str, str]:
+    """Return the time of each limit by its field; `known` are the fields by the names in options.
+
+    Raises:
+        UserError: A limit has another form, which `form` and `example` describe.
+    """
+    given = {}
+    for text in limits:
+        name, time = found.groups() if (found := _LIMIT.fullmatch(text)) else ("", "")
+        try:
+            _milliseconds(time)
+            given[known[name]] = time
+        except (KeyError, ValueError) as error:
+            raise UserError(
+                "--slo",
+                f"must have the form {form}, and a time of at most 1 hour",
+                given=text,
+                remedy=f"Example: {example}",
+            ) from error
+    return given
+
+
 def _check_throughput(given: float | None) -> None:
-    if given is not None and given <= 0:
+    if given is not None and not given > 0:
         raise UserError(
             "--min-throughput",
             "must be greater than 0",

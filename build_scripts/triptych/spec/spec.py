@@ -32,7 +32,7 @@ from triptych.spec.fields import (
 )
 from triptych.spec.kind import GENERATION, TEXT2TEXT, Kind, kind_of_task
 from triptych.spec.template import SPEC_FILE as SPEC_FILE
-from triptych.spec.tuned import TUNED_FILE, read_tuned
+from triptych.spec.tuned import TUNABLE, TUNED_FILE, read_tuned
 
 _REMEDIES = {
     GENERATION: "Use test, inspect, build, lint, serve, verify, infer, bench, tune or deploy",
@@ -135,10 +135,15 @@ def load_spec(folder: Path, overrides: Sequence[str] = (), *, untuned: bool = Fa
 
 
 def load_tunable(
-    model: type[Spec], folder: Path, overrides: Sequence[str], *, untuned: bool
+    model: type[Spec],
+    folder: Path,
+    overrides: Sequence[str],
+    tunable: Sequence[str] = TUNABLE,
+    *,
+    untuned: bool,
 ) -> Spec:
-    """Read a spec of a class whose fields ``tuned.yaml`` may set; see `load_spec`."""
-    found = None if untuned else read_tuned(folder)
+    """Read a spec of a class whose fields `tunable` ``tuned.yaml`` may set; see `load_spec`."""
+    found = None if untuned else read_tuned(folder, tunable)
     tuned = {} if found is None else found.overrides
     return load_as(model, folder, overrides, tuned, {"tuned": tuned})
 
@@ -297,14 +302,14 @@ def _apply_override(document: dict[str, object], override: str) -> None:
 def _set(document: dict[str, object], key: str, value: object, *, source: str) -> None:
     *parents, last = key.split(".")
     node = document
-    for part in parents:
+    for count, part in enumerate(parents, start=1):
         child = node.setdefault(part, {})
         if not isinstance(child, dict):
             raise UserError(
                 f"{source}{key}",
                 "is not a field of the spec",
                 given=f"`{part}` has no fields",
-                remedy=f"Set the field itself: {source}{key.partition(f'.{last}')[0]}=VALUE",
+                remedy=f"Set the field itself: {source}{'.'.join(parents[:count])}=VALUE",
             )
         node = child
     node[last] = value
