@@ -59,7 +59,7 @@ def test_mistakes_in_a_spec_are_named(tmp_path: Path) -> None:
         ("parameters.adapter=a", "is not an adapter of the pipeline. Given: a"),
         ("parameters.priority=2", "is the level of requests that give none"),
         ("serving.priority={levels: 2, default: 3}", "default must be at most levels (2)"),
-        ("serving.triton='24.01'", "serving.triton must be 24.10 or later"),
+        ("serving.triton='24.01'", "serving.triton` is not valid: must be 24.10 or later"),
     ):
         check_refused(said, load_generation_spec, folder, [override])
     both = ["core.backend=tensorrt_llm", "adapters={a: x}"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, create_model, model_validator
+from pydantic import AfterValidator, Field, create_model, model_validator
 
 from triptych.base.errors import UserError
 from triptych.base.releases import OLDEST
@@ -48,10 +48,14 @@ Distance = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
-def check_release(triton: str) -> None:
-    """Raise a `ValueError` if a release (``YY.MM``) is older than the oldest supported one."""
+def _check_release(triton: str) -> str:
     if triton < str(OLDEST):  # two digits each: texts are ordered as releases are
-        raise ValueError(f"serving.triton must be {OLDEST} or later")
+        raise ValueError(f"must be {OLDEST} or later")
+    return triton
+
+
+Release = Annotated[str, Field(pattern=r"^\d\d\.(0[1-9]|1[0-2])$"), AfterValidator(_check_release)]
+"""A supported release of Triton, as ``YY.MM``."""
 
 
 class Tokenizer(TokenizerChoice):
@@ -460,7 +464,7 @@ class Serving(Frozen):
             installed where the pipeline is built; what they require is added.
     """
 
-    triton: Annotated[str, Field(pattern=r"^\d\d\.(0[1-9]|1[0-2])$")] = str(OLDEST)
+    triton: Release = str(OLDEST)
     machine: str | MachineNumbers | None = None
     variants: list[str] | None = None
     instances: Instances = Instances()
@@ -514,7 +518,6 @@ class Serving(Frozen):
 
     @model_validator(mode="after")
     def _is_supported(self) -> Serving:
-        check_release(self.triton)
         _ = self.served_by  # an unknown machine is an error
         for name in self.variants or ():
             parse_machine(name, "serving.variants")

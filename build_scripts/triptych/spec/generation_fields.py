@@ -21,10 +21,10 @@ from triptych.runtime.sampling_parameters import (
     PRIORITY,
     find_fault,
 )
-from triptych.spec.fields import ConfigTexts, Positive, PriorityLevels, Versions, check_release
+from triptych.spec.fields import ConfigTexts, Positive, PriorityLevels, Release, Versions
 from triptych.spec.slo import GenerationSlo
-from triptych.spec.spec import load_as
-from triptych.spec.tuned import TUNABLE_GENERATION, read_tuned
+from triptych.spec.spec import load_as, load_tunable
+from triptych.spec.tuned import TUNABLE_GENERATION
 
 Device = Annotated[str, Field(pattern=r"^(GPU|MIG)-[0-9A-Za-z/-]+$")]
 """UUID of a GPU as ``nvidia-smi -L`` prints it."""
@@ -145,7 +145,7 @@ class GenerationServing(Frozen):
             none: first come, first served.
     """
 
-    triton: Annotated[str, Field(pattern=r"^\d\d\.(0[1-9]|1[0-2])$")] = str(OLDEST)
+    triton: Release = str(OLDEST)
     queue: GenerationQueue = GenerationQueue()
     preprocess_instances: Annotated[int, Field(ge=1, le=64)] = 1
     stream_interval: Annotated[int, Field(ge=1, le=1024)] = 1
@@ -154,11 +154,6 @@ class GenerationServing(Frozen):
     config: ConfigTexts = Field(default_factory=dict)
     versions: Versions = Field(default_factory=lambda: [1])
     priority: PriorityLevels | None = None
-
-    @model_validator(mode="after")
-    def _is_supported(self) -> GenerationServing:
-        check_release(self.triton)
-        return self
 
 
 class GenerationAccuracy(Frozen):
@@ -271,9 +266,7 @@ def load_generation_spec(
     Raises:
         UserError: The file is missing or not YAML, a key is unknown or a value out of range.
     """
-    found = None if untuned else read_tuned(folder, TUNABLE_GENERATION)
-    tuned = {} if found is None else found.overrides
-    spec = load_as(GenerationSpec, folder, overrides, tuned, {"tuned": tuned})
+    spec = load_tunable(GenerationSpec, folder, overrides, TUNABLE_GENERATION, untuned=untuned)
     if spec.adapters and spec.core.backend == "tensorrt_llm":
         raise UserError(
             "adapters",
