@@ -1,6 +1,7 @@
 """The rows of the gate, the file that keeps them, and builds that the gate decides."""
 
 import json
+import math
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
+from tests.support.own_models import TABLE, read_own, write_rows, write_table
 from tests.support.project import ROOT, build_into, lock_data, quiet, write_lock, write_pipeline
 from tests.support.task_models import MODELS
 from tests.support.task_pipelines import write_task
@@ -447,3 +449,23 @@ def test_rows_for_the_device_that_serves_have_no_value_of_the_traffic(
         for request in requests:
             labels = request.parameters.get("candidate_labels", made_labels)
             assert labels == each.plan.parameters.get("candidate_labels", made_labels), name
+
+
+def test_made_up_rows_have_finite_numbers_and_defaults(tmp_path: Path) -> None:
+    """Traffic may have numbers that are missing, and may never give an optional text."""
+    features = {"type": "float", "shape": [4], "allow_nan": True}
+    fields = {**TABLE["inputs"], "features": features, "note": {"type": "text", "default": "none"}}
+    folder = write_table(tmp_path / "pipelines/gaps", inputs=fields)
+    (folder / "hooks.py").write_text(
+        "import numpy as np\n\n\ndef preprocess(rows, parameters):\n"
+        '    features = np.nan_to_num(rows["features"], posinf=9.0)\n'
+        '    return {"features": features, "bias": rows["bias"]}\n'
+    )
+    write_rows(folder, [{"features": [math.nan, 1, 2, value]} for value in (1, 2.5, math.inf, 3)])
+    inputs = read_own(tmp_path, "gaps")
+    made = [request.sent for request in inputs.make_device_rows()]
+    assert len(made) == 8
+    assert all(sent.keys() == {"features"} for sent in made)
+    assert np.isfinite([sent["features"] for sent in made]).all()
+    edges = [request.sent["features"] for request in inputs.requests if request.edge]
+    assert edges[1:3] == [[1.0] * 4, [3.0] * 4]

@@ -254,14 +254,12 @@ class OwnReader:
                 known = [np.asarray(each[name]) for each in traffic if name in each]
                 if field.type == "bytes" and not field.shape:
                     sent[name] = make_bitmap(64 + row, 48)
-                elif field.type == "text" and not field.shape:
+                elif field.type == "text" and not field.shape and known:
                     kinds = sorted({str(each) for each in known})
                     few = len(kinds) * _ROWS_OF_CATEGORY <= len(known)
                     sent[name] = kinds[row % len(kinds)] if few else probe_texts()[row].text
-                elif field.type in ("int", "float") and known:
-                    low, high = (
-                        limit([limit(each) for each in known]) for limit in (np.min, np.max)
-                    )
+                elif field.type in ("int", "float") and (extremes := _extremes(known)):
+                    low, high = extremes
                     draw = drawn.integers if field.type == "int" else drawn.uniform
                     high = high + 1 if field.type == "int" else high
                     sent[name] = draw(low, high, known[0].shape).tolist()
@@ -295,13 +293,10 @@ class OwnReader:
                 yield from ((name, kind, text) for kind, text in EDGE_TEXTS.items())
             if field.type in ("int", "float"):
                 known = [np.asarray(row[name]) for row in traffic if name in row]
-                if not known:
-                    continue
-                example = known[0]
-                yield name, "zeros", np.zeros_like(example).tolist()
-                for kind, limit in (("smallest", np.min), ("largest", np.max)):
-                    extreme = limit([limit(value) for value in known if value.size])
-                    yield name, kind, np.full_like(example, extreme).tolist()
+                if known:
+                    yield name, "zeros", np.zeros_like(known[0]).tolist()
+                for kind, extreme in zip(("smallest", "largest"), _extremes(known), strict=False):
+                    yield name, kind, np.full(known[0].shape, extreme).tolist()
 
     def _settings(self, info: ModelInfo) -> dict[str, object]:
         return {**self._task.settings(info), "max_core_rows": self._spec.max_rows(PREPROCESS)}
@@ -334,6 +329,13 @@ class OwnReader:
         if not isinstance(value, str):
             raise TypeError(f"`{name}` must be the path of a file, not {value!r:.40}")
         return (self._spec.folder / value).read_bytes()
+
+
+def _extremes(arrays: Sequence[NDArray[np.generic]]) -> tuple[Any, ...]:
+    """Return the smallest and the largest finite number of arrays; nothing if there is none."""
+    numbers = np.concatenate([np.zeros(0, np.int64), *(array.ravel() for array in arrays)])
+    numbers = numbers[np.isfinite(numbers)]
+    return (numbers.min(), numbers.max()) if numbers.size else ()
 
 
 def _bad_line(where: str, rule: str, given: object, form: str) -> UserError:
