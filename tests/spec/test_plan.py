@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,11 +157,11 @@ def test_a_batch_has_as_many_rows_as_its_memory_allows(tmp_path: Path) -> None:
         folder = tmp_path / "-".join(map(str, case))
         plan = plan_of(folder, *TENSORRT, *wanted, max_length=max_length)
         rows, element = plan.max_batch_size, 4 if precision == "fp32" else 2
-        shapes: dict[str, Any] = {"tokens": max_length, "precision": precision, "on_gpu": True}
-        each = batch_mib(plan.info, rows=1, packed=False, **shapes)
+        measure = partial(batch_mib, plan.info, plan.spec.core, tokens=max_length)
+        each = measure(rows=1)
         # Four tensors of scores of 12 heads, or the feed-forward part, are alive at once.
         assert each * 2**20 > element * max_length * max(48 * max_length, 3 * 1536), case
-        own = batch_mib(plan.info, rows=rows, packed=layout == "packed", **shapes)
+        own = measure(rows=rows, packed=layout == "packed")
         assert plan.batch_mib == pytest.approx(own), case
         assert own <= rows * each, case
         assert rows == 1024 or each > 500 or rows * each <= 500 < (rows + 1) * each, case
@@ -206,6 +207,7 @@ def test_pairs_have_their_first_segment_in_every_shape_and_the_lock_keeps_all(
 
 RUN = """
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np

@@ -9,7 +9,7 @@ from triptych.models.info import ModelInfo, OwnInterface
 from triptych.spec.engine_plan import engine_plan
 from triptych.spec.model_fields import ModelSpec
 from triptych.spec.padded_lengths import choose_edges
-from triptych.spec.plan import TENSOR_CORE_MULTIPLE, Plan, WarmUp, placed
+from triptych.spec.plan import TENSOR_CORE_MULTIPLE, Plan, make_warm_ups, placed
 from triptych.spec.traffic import Lengths
 from triptych.tasks.task import Task
 
@@ -49,7 +49,6 @@ def make_own_plan(
     if "tensorrt" in (spec.core.backend, spec.core.accelerator):
         longest = 0 if axis is None else axis.max
         engine = engine_plan(spec, graph.inputs, lengths, edges, longest, most)
-    rows = {1, most if spec.core.device == "gpu" else 1}
     return Plan(
         spec=spec,
         info=info,
@@ -63,7 +62,7 @@ def make_own_plan(
         bucket_edges=edges,
         core_inputs=graph.inputs,
         core=task.core(replace(info, own=graph), parameters),
-        warm_ups=tuple(WarmUp(count, size) for size in edges or (1,) for count in sorted(rows)),
+        warm_ups=make_warm_ups(None, edges, most if spec.core.device == "gpu" else 1),
         engine=engine,
         cost=None,
         placement=placement,

@@ -39,6 +39,7 @@ from triptych.spec.engine_plan import (
     graph_sizes,
     row_cost,
 )
+from triptych.spec.fields import CoreSettings
 from triptych.spec.model_fields import PREPROCESS, CompiledSpec, is_own
 from triptych.spec.padded_lengths import bucket_of, choose_edges
 from triptych.spec.placement import MachinePlan, place, without
@@ -46,9 +47,6 @@ from triptych.spec.spec import EncoderSpec
 from triptych.spec.traffic import Lengths
 from triptych.tasks.prompts import PROMPT
 from triptych.tasks.task import Core, Task
-
-ELEMENT_BYTES = {"fp32": 4}
-"""Size of an activation in bytes by precision; 2 for all others. On a CPU activations are fp32."""
 
 MEASURED_SHARE = 1.1
 """Ratio of the memory of ONNX Runtime to that of the live tensors. Measured with BERT, RoBERTa
@@ -63,7 +61,7 @@ PyTorch's own attention, used by the bucketed layout, needs more for scaling and
 
 
 def batch_mib(
-    info: ModelInfo, *, rows: int, tokens: int, precision: str, on_gpu: bool, packed: bool
+    info: ModelInfo, core: CoreSettings, *, rows: int, tokens: int, packed: bool = False
 ) -> float:
     """Return the memory in MiB of a batch of rows of equal length, without the weights.
 
@@ -72,25 +70,14 @@ def batch_mib(
     need more: 1.5 times if masks or a bias differ between layers (ModernBERT, MPNet, Qwen3), 4
     times with DeBERTa's relative positions.
     """
-    size = ELEMENT_BYTES.get(precision, 2) if on_gpu else 4
+    # On a CPU, activations are fp32.
+    size = 4 if core.device == "cpu" or core.precision == "fp32" else 2
     slots, hidden = count_slots(tokens), info.hidden_size
     heads = info.heads or max(1, hidden // USUAL_HEAD_SIZE)
     widened = info.intermediate_size or USUAL_WIDENING * hidden
     attention = rows * slots * (SCORE_TENSORS[packed] * heads * slots + 4 * hidden)
     forward = rows * slots * (3 * widened + 2 * hidden)
     return MEASURED_SHARE * size * max(attention, forward) / 2**20
-
-
-def rows_within(
-    info: ModelInfo, *, limit_mib: float, tokens: int, precision: str, on_gpu: bool
-) -> int:
-    """Return the maximum number of rows of `tokens` tokens in a batch within `limit_mib`.
-
-    The result is at least 1. It is the same for both layouts, because the
-    layout is chosen later.
-    """
-    each = batch_mib(info, rows=1, tokens=tokens, precision=precision, on_gpu=on_gpu, packed=False)
-    return max(1, int(limit_mib / each))
 
 
 USUAL_MACHINES = {
@@ -335,15 +322,8 @@ class Plan:
         """Estimated memory in MiB of the largest batch, without the weights; None for images."""
         if self.lengths is None:
             return None
-        core = self.spec.core
-        return batch_mib(
-            self.info,
-            rows=self.max_batch_size,
-            tokens=self.max_length,
-            precision=core.precision,
-            on_gpu=core.device == "gpu",
-            packed=self.packed,
-        )
+        rows, tokens = self.max_batch_size, self.max_length
+        return batch_mib(self.info, self.spec.core, rows=rows, tokens=tokens, packed=self.packed)
 
     @property
     def reasons(self) -> dict[str, str]:
@@ -418,11 +398,6 @@ def max_length_of(spec: EncoderSpec, info: ModelInfo, task: Task) -> int:
     return min(spec.tokenizer.max_length or task.max_length or info.max_length, info.max_length)
 
 
-def request_rows_of(max_batch_size: int, task: Task) -> int:
-    """Return the maximum number of rows in a request for a core with this batch size."""
-    return min(max(1, max_batch_size // task.model_rows), task.request_rows or max_batch_size)
-
-
 def core_rows_of(spec: EncoderSpec, info: ModelInfo, task: Task) -> int:
     """Return the maximum number of model rows of a request, before the layout is known."""
     if info.image is not None:
@@ -447,10 +422,7 @@ def placed(
     """Return the plan of a spec for a machine; see `place`."""
     row_mib = None
     if lengths is not None and spec.core.device == "gpu":
-        precision = spec.core.precision
-        row_mib = batch_mib(
-            info, rows=1, tokens=max_length, precision=precision, on_gpu=True, packed=False
-        )
+        row_mib = batch_mib(info, spec.core, rows=1, tokens=max_length)
     return place(spec, info, lengths, machine, row_mib=row_mib, most=most)
 
 
@@ -458,16 +430,11 @@ def max_rows(spec: EncoderSpec, info: ModelInfo, max_length: int) -> int:
     """Return the maximum number of rows in a batch within the spec's limits on rows and memory.
 
     Triton's batcher counts rows, not tokens, so every row of a batch may have `max_length` tokens.
+    The result is at least 1, and the same for both layouts, because the layout is chosen later.
     """
     core = spec.core
-    within = rows_within(
-        info,
-        limit_mib=core.max_batch_mib,
-        tokens=max_length,
-        precision=core.precision,
-        on_gpu=core.device == "gpu",
-    )
-    return min(core.max_batch_size, within)
+    within = int(core.max_batch_mib / batch_mib(info, core, rows=1, tokens=max_length))
+    return min(core.max_batch_size, max(1, within))
 
 
 def inputs_of(info: ModelInfo, task: Task) -> tuple[Tensor, ...]:
@@ -550,6 +517,7 @@ def make_plan(
         edges = edges if chosen == "bucketed" else ()
     packed = chosen == "packed"
     most = spec.core.max_batch_size if lengths is None else max_rows(spec, info, max_length)
+    largest = _largest_request(asked, info, task, most)
     inputs = inputs_of(info, task)
     engine = None
     by_tensorrt = "tensorrt" in (spec.core.backend, spec.core.accelerator)
@@ -566,11 +534,11 @@ def make_plan(
         lengths=lengths,
         max_length=max_length,
         max_batch_size=most,
-        request_rows=request_rows_of(_largest_request(asked, info, task, most), task),
+        request_rows=min(max(1, largest // task.model_rows), task.request_rows or largest),
         bucket_edges=edges,
         core_inputs=inputs,
         core=task.core(info, parameters),
-        warm_ups=_warm_ups(lengths, edges, most if on_gpu else 1),
+        warm_ups=make_warm_ups(lengths, edges, most if on_gpu else 1),
         engine=engine,
         cost=cost,
         placement=placement,
@@ -598,8 +566,14 @@ def expected_cost(
     )
 
 
-def _warm_ups(lengths: Lengths | None, edges: tuple[int, ...], most: int) -> tuple[WarmUp, ...]:
-    """Return warm-ups for each padded length, or for a median and a long row."""
+def make_warm_ups(lengths: Lengths | None, edges: tuple[int, ...], most: int) -> tuple[WarmUp, ...]:
+    """Return warm-ups of 1 and `most` rows for each padded length, or for a median and a long row.
+
+    Args:
+        lengths: Token lengths of the traffic; None for rows without tokens.
+        edges: Padded lengths; empty for other layouts than the bucketed one.
+        most: Maximum number of rows.
+    """
     tokens = edges or (1,)
     if lengths is not None and not edges:
         tokens = tuple(sorted({lengths.quantile(0.5), lengths.quantile(0.99)}))

@@ -112,7 +112,7 @@ def scaffold(
         marks = {
             "@name@": name,
             "@folder@": shlex.quote(str(folder)),
-            "@mask@": _mask_token(local) or MASK_TOKEN,
+            "@mask@": MASK_TOKEN if local is None else _mask_token(local),
         }
         fill(source, staging, with_hooks=with_hooks, marks=marks)
         spec = (staging / SPEC_FILE).read_text(encoding="utf-8")
@@ -245,15 +245,15 @@ def _yaml_scalar(value: str) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _mask_token(folder: Path | None) -> str | None:
-    """Return the mask token from the tokenizer's files in `folder`, or None."""
-    for file in TOKENIZER_FILES if folder is not None else ():
-        token = _read_object(Path(folder or "") / file).get("mask_token")
+def _mask_token(folder: Path) -> str:
+    """Return the mask token from the tokenizer's files in `folder`; `MASK_TOKEN` without one."""
+    for file in TOKENIZER_FILES:
+        token = _read_object(folder / file).get("mask_token")
         if isinstance(token, dict):  # an AddedToken
             token = token.get("content")
         if isinstance(token, str):
             return token
-    return None
+    return MASK_TOKEN
 
 
 def _fit_model(spec: str, target: Path, folder: Path) -> str:
