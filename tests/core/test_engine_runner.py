@@ -13,8 +13,8 @@ from tests.support.fake_cuda import FakeCuda, cudaError_t
 from tests.support.fake_tensorrt import builder, runtime
 from tests.support.fake_tensorrt.records import read_record
 from tests.support.tensorrt_cases import BUCKETS, PADDED, padded_answer, padded_feed, plan_of
+from triptych.core.engine.cuda import EngineError
 from triptych.core.engine.runner import (
-    EngineError,
     EngineRunner,
     Pinned,
     ShapeError,

@@ -208,11 +208,10 @@ def judge_products(
         if kind != wanted[node] and not (tf32 and (kind, wanted[node]) == ("tf32", "fp32"))
     ]
     if wrong:
-        rest = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
         raise UserError(
             "core.precision",
             "differs from what the engine computes in",
-            given=", ".join(wrong[:NAMED]) + rest,
+            given=_listed(wrong),
             remedy="Set another precision or use another release of TensorRT; nothing was written",
         )
     counts = Counter("fp32" if kind == "tf32" else kind for kind in seen.values())
@@ -232,6 +231,11 @@ def judge_products(
         given=f"{request.plan.precision}; all are fused into regions with other types around them",
         remedy="Set another precision, or use another release of TensorRT",
     )
+
+
+def _listed(wrong: Sequence[str]) -> str:
+    rest = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
+    return ", ".join(wrong[:NAMED]) + rest
 
 
 def _seen(layers: Iterable[Layer], wanted: Mapping[str, str]) -> dict[str, str]:
@@ -309,11 +313,10 @@ def check_products(
     if found and not wrong and precision not in counts:
         wrong = [f"none of {len(found)} products is in {precision}"]
     if wrong:
-        rest = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
         raise UserError(
             "core.precision",
             f"is not {precision} in every matrix product that should be",
-            given=", ".join(wrong[:NAMED]) + rest,
+            given=_listed(wrong),
             remedy="Run `triptych build` again; else set another core.precision, and report it",
         )
     return counts

@@ -229,8 +229,6 @@ def _misfit(profiles: Mapping[int, Profile], shapes: Shapes) -> str:
     return "no optimization profile of the engine holds " + " with ".join(texts)
 
 
-__all__ = ["EngineError", "EngineRunner"]
-
 Feed = dict[str, Array]
 _log = logging.getLogger(__name__)
 

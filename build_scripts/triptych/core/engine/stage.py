@@ -19,12 +19,12 @@ from triptych.base.extras import install_command
 from triptych.base.onnx_graph import MODEL_FILE, hashes_of_graph
 from triptych.base.tensors import ROW_STRIDE
 from triptych.core.engine.api import Api
-from triptych.core.engine.cuda import BuildGpu, read_gpu
+from triptych.core.engine.cuda import BuildGpu, EngineError, read_gpu
 from triptych.core.engine.dry_run import EXTRA, run_dry_build
 from triptych.core.engine.inspection import Inspection, inspect
 from triptych.core.engine.make import Request, make_engine, make_request, timing_file
 from triptych.core.engine.parity import check_engine
-from triptych.core.engine.runner import EngineError, EngineRunner, open_engine
+from triptych.core.engine.runner import EngineRunner, open_engine
 from triptych.core.inputs import PipelineInputs
 from triptych.core.requests import hash_rows, read_samples, rows_of, write_samples
 from triptych.repository.manifest import (
