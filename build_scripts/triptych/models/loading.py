@@ -89,13 +89,21 @@ def read_logit_terms(folder: Path) -> tuple[float, float | None]:
     """Return the factor and the summand, if any, of the logits of a model of texts and images."""
     import torch
     import transformers
+    from safetensors import safe_open
 
-    with quiet():
-        model = transformers.AutoModel.from_pretrained(
-            folder, dtype=torch.float32, trust_remote_code=False
-        )
-    bias = getattr(model, "logit_bias", None)
-    return model.logit_scale.exp().item(), None if bias is None else bias.item()
+    found: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as weights:
+            names = {"logit_scale", "logit_bias"} & {*weights.keys()}
+            found |= {name: weights.get_tensor(name).float() for name in names}
+    if not found:  # other formats are read as a whole
+        with quiet():
+            model = transformers.AutoModel.from_pretrained(
+                folder, dtype=torch.float32, trust_remote_code=False
+            )
+        found = dict(model.named_parameters())
+    bias = found.get("logit_bias")
+    return found["logit_scale"].exp().item(), None if bias is None else bias.item()
 
 
 def model_class(folder: Path, auto_class: str) -> type[PreTrainedModel]:
@@ -235,7 +243,7 @@ def _matter(model: PreTrainedModel, missing: list[str]) -> bool:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress the exporter's messages while the context is open; errors are raised."""
+    """Suppress what libraries print, log and warn of while the block runs; errors are raised."""
     previous = logging.root.manager.disable
     # A failed export logs the whole graph as an error, and raises.
     logging.disable(logging.ERROR)

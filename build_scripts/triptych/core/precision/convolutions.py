@@ -8,9 +8,8 @@ a convolution. Everything else stays fp32.
 
 from __future__ import annotations
 
-import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +27,7 @@ from triptych.base.onnx_graph import (
 )
 from triptych.core.precision.calibrate import Feed
 from triptych.core.precision.linear import Recipe, check_quantizable
+from triptych.models.loading import quiet
 from triptych.repository.records import Conversion
 
 if TYPE_CHECKING:
@@ -50,10 +50,7 @@ def _weighted(graph: onnx.GraphProto) -> Iterator[tuple[onnx.NodeProto, int]]:
     weights = initializers(graph)
     for node in graph.node:
         if node.op_type in OPERATORS and node.input[1] in weights:
-            size = 1
-            for axis in weights[node.input[1]].dims:
-                size *= axis
-            yield node, size
+            yield node, math.prod(weights[node.input[1]].dims)
 
 
 class ConvolutionQuantizer:
@@ -145,7 +142,7 @@ def _quantize(model: onnx.ModelProto, feeds: Sequence[Feed]) -> onnx.ModelProto:
     """Return a graph with all layers quantized."""
     from onnxruntime.quantization import QuantType, quantize_static
 
-    with scratch_folder("triptych-int8-") as scratch, _without_advice():
+    with scratch_folder("triptych-int8-") as scratch, quiet():
         save_onnx(copy_model(model), scratch / MODEL_FILE)
         target = scratch / "int8.onnx"
         quantize_static(
@@ -168,14 +165,3 @@ class _Rows:
 
     def get_next(self) -> Feed | None:
         return next(self._rows, None)
-
-
-@contextmanager
-def _without_advice() -> Iterator[None]:
-    """Suppress the warnings of ONNX Runtime's quantization while the block runs."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)

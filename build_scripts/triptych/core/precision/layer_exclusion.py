@@ -29,7 +29,9 @@ from triptych.base.onnx_graph import (
     write_model,
 )
 from triptych.base.tensors import TokenRow
+from triptych.core.gate.differences import core_error
 from triptych.core.gate.reference import reference_of
+from triptych.core.gate.runs import open_core
 from triptych.core.inputs import PipelineInputs
 from triptych.core.precision import float16, quantize
 from triptych.core.precision.calibrate import quiet_options
@@ -171,9 +173,6 @@ class CoreConverter:
     def _error(
         self, kept: Sequence[str], rows: Sequence[Sample], expected: Sequence[Expected]
     ) -> float:
-        from triptych.core.gate.differences import core_error
-        from triptych.core.gate.runs import open_core
-
         with scratch_folder("triptych-layers-") as scratch:
             self._writer()(kept, scratch)
             run = open_core(scratch / MODEL_FILE, self._plan, self._precision)
