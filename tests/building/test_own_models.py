@@ -418,10 +418,15 @@ def test_after_adds_declared_outputs_to_a_built_in_task(folder: Path, server: An
     (vectors / "hooks.py").write_text(ADDING.replace('"size"', '"length"'))
     (wrong,) = [each for each in check_pipeline(load_spec(vectors)) if each.severity == "error"]
     assert "size" in wrong.note
+    # Names of an output, of a parameter, and of tensors before and behind the core.
+    for name in ("embedding", "dimensions", "input_ids", "sentence_embedding"):
+        words, own = (
+            "no other tensor of the pipeline has",
+            f"outputs=[{{name: {name}, dtype: FP32}}]",
+        )
+        check_refused(words, build_into, vectors, folder / "repository", own)
     (vectors / "hooks.py").write_text("def before(rows):\n    return rows\n")
     check_refused("has no function `after`", build_into, vectors, folder / "repository")
-    words, own = "no other tensor of the pipeline has", "outputs=[{name: embedding, dtype: FP32}]"
-    check_refused(words, build_into, vectors, folder / "repository", own)
 
 
 def test_the_gate_compares_with_a_reference_of_the_user(folder: Path) -> None:

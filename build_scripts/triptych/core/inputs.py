@@ -225,15 +225,13 @@ def read_model_of(
     spec: EncoderSpec, task: Task, folder: Path, progress: Progress
 ) -> tuple[ModelInfo, Path | None]:
     """Return information about the model in a folder, and its tokenizer, as a pipeline reads it."""
-    images = any(tensor.content == "image" for tensor in task.inputs)
-    source = spec.tokenizer.source
     return read_model(
         folder,
         progress,
-        for_images=images,
+        for_images=any(tensor.content == "image" for tensor in task.inputs),
         loader=task.loader,
         modules=task.modules,
-        tokenizer=source,
+        tokenizer=spec.tokenizer.source,
         vectors_by=spec.image.pooling or "" if task.reads_image_vectors else None,
     )
 
@@ -299,9 +297,11 @@ def read_inputs(spec: EncoderSpec, progress: Progress) -> PipelineInputs:
     if tokenizer is not None and (other := tokenizer.parent / OTHER_TOKENIZER).is_dir():
         check_tokenizer(RequestReader(spec, task, info, other, before), rows)
     plan = make_plan(spec, info, task, reader.parameters, lengths)
+    plan = replace(plan, forwards_inputs=has_parameter(getattr(hooks, "after", None), "inputs"))
+    _check_output_names(plan)
     check_architecture(plan.core.auto_class, info.architecture, spec.model)
     return PipelineInputs(
-        plan=replace(plan, forwards_inputs=has_parameter(getattr(hooks, "after", None), "inputs")),
+        plan=plan,
         model_folder=folder,
         tokenizer_file=tokenizer,
         requests=rows.requests,
@@ -347,6 +347,21 @@ def _warn_of_labels(info: ModelInfo, task: Task, progress: Progress) -> None:
             f"config.json does not name its {len(info.labels)} classes (id2label); answers name "
             f"them {info.labels[0]} to {info.labels[-1]}",
         )
+
+
+def _check_output_names(plan: Plan) -> None:
+    """Check that each output has a name of its own among the tensors of the ensemble."""
+    outputs = [tensor.name for tensor in plan.task.outputs]
+    others = (*plan.request_inputs, *plan.preprocess_outputs, *plan.core.outputs)
+    names = [*outputs, *(tensor.name for tensor in others)]
+    for name in outputs:
+        if names.count(name) > 1:
+            raise UserError(
+                f"{'outputs' if name in plan.task.added else 'custom.outputs'}: {name}",
+                "must have a name that no other tensor of the pipeline has",
+                given=name,
+                remedy="Rename it",
+            )
 
 
 def report_settings(spec: CompiledSpec, progress: Progress) -> None:

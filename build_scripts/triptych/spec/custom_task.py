@@ -8,27 +8,11 @@ from dataclasses import replace
 from triptych.base.errors import UserError
 from triptych.base.tensors import Tensor
 from triptych.models.info import ModelInfo
-from triptych.runtime.hooking import FORWARDED_PREFIX
 from triptych.spec.fields import Custom, CustomOutput
 from triptych.tasks.classes import labels
 from triptych.tasks.compare import LABEL_AGREEMENT, compare_anything
 from triptych.tasks.metrics_vectors import COSINES
 from triptych.tasks.task import TEXT, TEXT_PAIR, Core, Parameters, Task
-
-RESERVED = {
-    "text",
-    "text_pair",
-    "input_ids",
-    "row_length",
-    "first_segment",
-    "prompt_length",
-    "attended_length",
-    "row_metadata",
-    "request_ticket",
-    "request_payload",
-    "direct_call",
-} | {FORWARDED_PREFIX + name for name in ("text", "text_pair")}
-"""Names of tensors between the steps."""
 
 RETURNS = {"row": ("logits", "scores"), "tokens": ("token_scores",), "pooled": ("vector",)}
 """Possible outputs of the core by the input of its head."""
@@ -43,21 +27,8 @@ METRICS = {
 
 
 def with_added_outputs(task: Task, outputs: Sequence[CustomOutput]) -> Task:
-    """Return a task with the outputs that the pipeline's function `after` adds.
-
-    Raises:
-        UserError: The name of an output is taken.
-    """
-    taken = RESERVED | {tensor.name for tensor in (*task.inputs, *task.outputs)}
-    for output in outputs:
-        if output.name in taken or [o.name for o in outputs].count(output.name) > 1:
-            raise UserError(
-                f"outputs: {output.name}",
-                "must have a name that no other tensor of the pipeline has",
-                given=output.name,
-                remedy="Rename it",
-            )
-    added = tuple(_tensor(output) for output in outputs)
+    """Return a task with the outputs that the pipeline's function `after` adds."""
+    added = tuple(map(_tensor, outputs))
     names = tuple(tensor.name for tensor in added)
     return replace(task, outputs=(*task.outputs, *added), added=names)
 
@@ -92,13 +63,12 @@ def custom_task(custom: Custom) -> Task:
         )
 
     for output in custom.outputs:
-        taken = [o.name for o in custom.outputs].count(output.name) > 1 or output.name in RESERVED
-        if taken or (output.dtype == "BYTES" and len(output.dims) > 1):
+        if output.dtype == "BYTES" and len(output.dims) > 1:
             raise UserError(
                 f"custom.outputs: {output.name}",
-                "must have a unique name, and one dimension if its dtype is BYTES",
-                given=f"{output.dtype} {output.dims}",
-                remedy="Rename it, or return nested data as a JSON text",
+                "must have one dimension, because its dtype is BYTES",
+                given=output.dims,
+                remedy="Return nested data as a JSON text",
             )
 
     def core(info: ModelInfo, parameters: Parameters) -> Core:
