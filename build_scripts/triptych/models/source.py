@@ -15,9 +15,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from pydantic import TypeAdapter
+from typing_extensions import Unpack
 
 from triptych.base.cache import cached_stage, code_hash, sha256_of, versions_of
 from triptych.base.errors import Progress, UserError
@@ -591,19 +592,22 @@ def hash_model(folder: Path, patterns: Sequence[str] = (*FILES, "*/*.json", *ALL
 CODE = ("models/*.py",)
 
 
+class ReadingOptions(TypedDict):
+    """Keyword arguments of `read_model_info`."""
+
+    for_images: bool
+    loader: Loader
+    modules: Sequence[str]
+    tokenizer: TokenizerSource | None
+    vectors_by: ImagePooling | Literal[""] | None
+
+
 def read_model(
-    folder: Path,
-    progress: Progress,
-    *,
-    for_images: bool,
-    loader: Loader,
-    modules: Collection[str] = (),
-    tokenizer: TokenizerSource | None = None,
-    vectors_by: ImagePooling | Literal[""] | None = None,
+    folder: Path, progress: Progress, **options: Unpack[ReadingOptions]
 ) -> tuple[ModelInfo, Path | None]:
     """Return the information about the model in `folder` and the cached ``tokenizer.json``.
 
-    An image model has no tokenizer. The last five arguments are those of `read_model_info`.
+    An image model has no tokenizer.
 
     Raises:
         UserError: A setting that affects results is not supported, or there is no fast tokenizer.
@@ -611,29 +615,17 @@ def read_model(
     sha256 = hash_model(folder)
     inputs = {
         "model": sha256,
-        "for_images": for_images,
-        "loader": loader,
-        "modules": list(modules),
-        "tokenizer": tokenizer,
-        "vectors_by": vectors_by,
+        **options,
         "versions": versions_of("transformers", "tokenizers"),
         "code": code_hash(*CODE),
     }
 
     def work(target: Path) -> None:
-        info = read_model_info(
-            folder,
-            sha256,
-            for_images=for_images,
-            loader=loader,
-            modules=modules,
-            tokenizer=tokenizer,
-            vectors_by=vectors_by,
-        )
+        info = read_model_info(folder, sha256, **options)
         (target / "facts.json").write_text(json.dumps(asdict(info)), encoding="utf-8")
         if info.image is None:
             padded = info.max_length if info.architecture in PADDED_TOWERS else None
-            write_tokenizers(folder, target, tokenizer, padded)
+            write_tokenizers(folder, target, options["tokenizer"], padded)
         if info.has_query_weights:
             shutil.copy(folder / WEIGHTS_FILE, target)
 
