@@ -34,6 +34,8 @@ from triptych.spec.backends import Precision
 from triptych.spec.custom_task import custom_task
 from triptych.spec.eval_file import first_rows, read_labels
 from triptych.spec.fields import Custom
+from triptych.spec.model_fields import ModelSpec
+from triptych.spec.own_task import own_task
 from triptych.tasks.accuracy import METRICS, TOLERANCES, metrics_of, thresholds
 from triptych.tasks.catalog import TASKS
 from triptych.tasks.compare import (
@@ -248,6 +250,18 @@ def test_a_custom_task_is_judged_by_what_its_core_returns() -> None:
         core = {"auto_class": "AutoModel", "head_input": reads, "core_output": returns}
         task = custom_task(Custom.model_validate({**core, "outputs": outputs}))
         assert thresholds(task, "fp32", {}).keys() == common | own, (reads, returns)
+
+
+def test_a_function_that_cannot_compare_an_output_is_named(tmp_path: Path) -> None:
+    output = {"type": "float", "metric": "function", "limit": 0.5}
+    model, inputs = {"onnx": "x.onnx"}, {"x": {"type": "float"}}
+    fields = {"task": "model", "model": model, "inputs": inputs, "outputs": {"risk": output}}
+    task = own_task(ModelSpec.model_validate({**fields, "name": "own", "folder": tmp_path}))
+    rows = [{"risk": np.zeros((1, 1), np.float32)}]
+    for body in ("", "actual.nothing", "'high'"):
+        text = f"def compare_risk(actual, expected):\n    return {body}\n" * bool(body)
+        (tmp_path / "hooks.py").write_text(text)
+        check_refused("must have a function `compare_risk`", task.compare, rows, rows, [""])
 
 
 def test_an_override_replaces_or_adds_a_limit_of_what_the_task_measures() -> None:

@@ -10,8 +10,9 @@ from functools import partial
 import numpy as np
 
 from triptych.base.arrays import Array
+from triptych.base.errors import UserError
 from triptych.models.info import ModelInfo, OwnInterface, OwnStage
-from triptych.runtime.hooking import load_hooks
+from triptych.runtime.hooking import HOOKS_FILE, load_hooks
 from triptych.spec.kind import MODEL
 from triptych.spec.model_fields import ModelSpec, OutputField
 from triptych.tasks.compare import TIE, Comparison, Outputs
@@ -103,7 +104,7 @@ def _compare(
     """Compare the outputs of requests of one row by the metrics that the spec declares.
 
     Raises:
-        AttributeError: ``hooks.py`` lacks a function `compare_NAME` that the spec names.
+        UserError: A function `compare_NAME` that the spec requires fails, or is missing.
     """
     values: dict[str, float] = {}
     badness = np.zeros(len(got))
@@ -137,8 +138,17 @@ def _score(spec: ModelSpec, name: str, field: OutputField, own: Array, right: Ar
     """Return how close a value is to the reference: 1 if they are equal."""
     kind = field.compared_by
     if kind == "function":
-        compare = getattr(load_hooks(spec.folder), COMPARE_PREFIX + name)
-        return float(compare(actual=own, expected=right))
+        function = COMPARE_PREFIX + name
+        try:
+            compare = getattr(load_hooks(spec.folder), function)
+            return float(compare(actual=own, expected=right))
+        except Exception as error:  # the user's own function
+            raise UserError(
+                str(spec.folder / HOOKS_FILE),
+                f"must have a function `{function}` that compares two values of `{name}`",
+                given=f"{type(error).__name__}: {error}",
+                remedy=f"Write `def {function}(actual, expected)`, which returns a number",
+            ) from error
     if kind == "iou":
         return _overlap(own.reshape(-1, 4), right.reshape(-1, 4))
     if own.shape != right.shape:
