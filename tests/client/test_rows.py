@@ -119,6 +119,14 @@ def test_a_line_that_is_no_row_is_named(tmp_path: Path) -> None:
         with pytest.raises(UserError) as caught:
             read_input_rows(*sources)
         assert caught.value.field == field
+    for texts, value, said in (
+        ([], "image", "must be INPUT=VALUE. Given: image. Write for example --input image="),
+        (["a"], "image=a.png", "cannot be combined with other inputs"),
+    ):
+        with pytest.raises(UserError) as caught:
+            read_input_rows(texts, [], [], None, values=[value])
+        assert caught.value.field == "--input"
+        assert said in caught.value.message
 
 
 def test_parameters_are_read_as_yaml_and_lists_sent_as_json() -> None:

@@ -6,7 +6,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -241,7 +241,7 @@ def infer(
     connection.apply()
     if prompt.chat is not None or prompt.prompt is not None:
         is_both = prompt.chat is not None and prompt.prompt is not None
-        if is_both or rows != RowOptions() or table != FileOptions():
+        if is_both or (rows, table, cluster) != (RowOptions(), FileOptions(), RayOptions()):
             raise UserError(
                 "--chat, --prompt",
                 "cannot be combined with each other or with other inputs",
@@ -260,8 +260,15 @@ def infer(
 
 def _job(name: str, rows: RowOptions, table: FileOptions, request: RequestOptions) -> JobOptions:
     from triptych.interface.bulk.jobs import JobOptions
-    from triptych.interface.cli.rows import read_constants
+    from triptych.interface.cli.rows import parse_pairs, read_constants
 
+    if rows.values:
+        raise UserError(
+            "--input",
+            "is only supported for a single row",
+            given=rows.values[0],
+            remedy="Remove it, and give the rows of --file a column for the input",
+        )
     return JobOptions(
         name,
         request.url,
@@ -269,7 +276,13 @@ def _job(name: str, rows: RowOptions, table: FileOptions, request: RequestOption
         read_constants(rows.text or (), rows.text_pair or (), rows.image or ()),
         request.parameters or (),
         request.timeout_s,
-        _parse_columns(table.parameter_columns or ()),
+        parse_pairs(
+            "--parameter-column",
+            table.parameter_columns or (),
+            lambda column: column or None,
+            "KEY=COLUMN",
+            "top_k=wanted",
+        ),
         table.empty,
         table.encoding,
         table.suffix,
@@ -409,21 +422,6 @@ def _generate(name: str, prompt: PromptOptions, request: RequestOptions, *, as_j
         f"{prompt_part}{tokens} tokens ({whole.finish_reason}), first after {first_s:.3f} s{rate}",
         markup=False,
     )
-
-
-def _parse_columns(pairs: Sequence[str]) -> dict[str, str]:
-    columns = {}
-    for pair in pairs:
-        key, _, column = pair.partition("=")
-        if not key or not column:
-            raise UserError(
-                "--parameter-column",
-                "must be KEY=COLUMN",
-                given=pair,
-                remedy="Write for example --parameter-column top_k=wanted",
-            )
-        columns[key] = column
-    return columns
 
 
 @contextmanager

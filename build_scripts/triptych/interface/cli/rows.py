@@ -73,7 +73,14 @@ def read_input_rows(
     """
     columns = _columns(texts, pairs, images)
     if values:
-        row = _parse_pairs(values, lambda text: text, "must be INPUT=VALUE", "image=street.jpg")
+        if file is not None or any(columns.values()):
+            raise UserError(
+                "--input",
+                "cannot be combined with other inputs",
+                given="several inputs",
+                remedy="Give every input of the row with --input, or write the rows into --file",
+            )
+        row = parse_pairs("--input", values, str, "INPUT=VALUE", "image=street.jpg")
         return [_input_row(_typed_values(row, types, "--input"), Path(), "", types)]
     if file is not None:
         table = open_rows(file, encoding, suffix)
@@ -153,8 +160,8 @@ def parse_parameters(pairs: Sequence[str]) -> dict[str, Parameter]:
     Raises:
         UserError: The text is not a pair, or its value is neither a scalar nor a list of scalars.
     """
-    rule = "must be KEY=VALUE, with a plain value or a list of plain values"
-    return _parse_pairs(pairs, parse_parameter, rule, "dimensions=128")
+    form = "KEY=VALUE, with a plain value or a list of plain values"
+    return parse_pairs("--parameter", pairs, parse_parameter, form, "dimensions=128")
 
 
 def parse_parameter(text: str) -> Parameter | None:
@@ -176,22 +183,39 @@ def parse_sampling(pairs: Sequence[str]) -> Sampling:
     Raises:
         UserError: The text is not a pair, or not YAML.
     """
-    return cast(Sampling, _parse_pairs(pairs, parse_yaml, "must be KEY=VALUE", "max_tokens=64"))
+    found = parse_pairs("--parameter", pairs, parse_yaml, "KEY=VALUE", "max_tokens=64")
+    return cast(Sampling, found)
 
 
-def _parse_pairs(
-    pairs: Sequence[str], convert: Callable[[str], Value | None], rule: str, example: str
+def parse_pairs(
+    option: str,
+    pairs: Sequence[str],
+    convert: Callable[[str], Value | None],
+    form: str,
+    example: str,
 ) -> dict[str, Value]:
+    """Return the values of an option that is given as ``KEY=VALUE``, by their keys.
+
+    Args:
+        option: Option, for errors.
+        pairs: Texts of the option.
+        convert: Returns a value of a text; None, or a `ValueError`, for a wrong one.
+        form: Form of a text, for errors.
+        example: Example of a text, for errors.
+
+    Raises:
+        UserError: A text has no key, or a wrong value.
+    """
     parsed = dict[str, Value]()
     for pair in pairs:
-        key, _, text = pair.partition("=")
+        key, equals, text = pair.partition("=")
         try:
-            value = convert(text) if key else None
+            value = convert(text) if key and equals else None
         except ValueError:
             value = None
         if value is None:
-            remedy = f"Write for example --parameter {example}"
-            raise UserError("--parameter", rule, given=pair, remedy=remedy)
+            remedy = f"Write for example {option} {example}"
+            raise UserError(option, f"must be {form}", given=pair, remedy=remedy)
         parsed[key] = value
     return parsed
 
