@@ -103,6 +103,7 @@ def test_serving_other_machines_needs_keys_or_certificates(tmp_path: Path) -> No
         (("--host", "127.0.0.1"), "`grpc_port` must be a free port"),
         (("--host", "localhost"), "`grpc_port` must be a free port"),
         (keys, "only supported with --http-api"),
+        (("--alias", "a=b"), "`--alias` is only supported with --http-api. Given: --alias a=b"),
         (("--http-api", "0", "--client-ca", "ca.pem"), "only supported with --tls-certificate"),
         (("--http-api", "0", "--tls-key", "key.pem"), "must be given together"),
         (("--backend-directory", str(tmp_path)), "must be a folder that holds a folder for each"),

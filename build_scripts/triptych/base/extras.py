@@ -6,9 +6,12 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
+
+from triptych.base.errors import UserError
 
 NAME = "triptych"
 BASE = ""
@@ -48,6 +51,29 @@ def install_command(extra: str, only: Iterable[str] = ()) -> str:
     if not wanted:
         return f"pip install -e .[{extra}]"
     return f"pip install {' '.join(map(shlex.quote, wanted))}"
+
+
+@contextmanager
+def imports_of_extra(extra: str, field: str, rule: str = "") -> Iterator[None]:
+    """Let an `ImportError` of the block name the command that installs the packages of an extra.
+
+    Args:
+        extra: Name of the extra.
+        field: Field of the error.
+        rule: Rule of the error; empty for one that names the extra.
+
+    Raises:
+        UserError: The block cannot import a package.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise UserError(
+            field,
+            rule or f"needs the packages of the extra `{extra}`",
+            given=error,
+            remedy=f"Run `{install_command(extra)}`",
+        ) from error
 
 
 def tested_versions() -> dict[str, str]:

@@ -15,21 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.base.errors import UserError
-from triptych.base.extras import install_command
+from triptych.base.extras import imports_of_extra
 from triptych.interface.bulk.files import ERROR, AnswerColumn, Answers, RowChunk, Scan, Table
 from triptych.interface.bulk.writers import rows_of
 
-try:
+with imports_of_extra(
+    "parquet",
+    "pyarrow",
+    "is required for Parquet files and for columns of Arrow; .csv, .tsv and .jsonl need none",
+):
     import pyarrow as pa
     import pyarrow.parquet as pq
     from pyarrow.fs import FileSystem
-except ImportError as error:
-    raise UserError(
-        "pyarrow",
-        "is required for Parquet files and for columns of Arrow; .csv, .tsv and .jsonl need none",
-        given=error,
-        remedy=f"Run `{install_command('parquet')}`",
-    ) from error
 
 _GROUP_ROWS = 10_000
 """Minimum number of rows of a written row group, because parts may be small."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from triptych.base.cache import sha256_of
 from triptych.base.errors import UserError
-from triptych.base.extras import install_command
+from triptych.base.extras import imports_of_extra
 from triptych.client import ServerUnreachableError
 from triptych.interface.bulk.arrow import (
     ArrowColumns,
@@ -166,12 +166,9 @@ def run_on_cluster(
 def _cluster(address: str) -> Iterator[Any]:
     """Yield Ray, connected while the block runs. A cluster of this machine listens on loopback."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
+    with imports_of_extra("ray", "--ray"):
         import ray
         import ray.data
-    except ImportError as error:
-        remedy = f"Run `{install_command('ray')}`"
-        raise UserError("--ray", "needs Ray Data", given=error, remedy=remedy) from error
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         if address != "local":

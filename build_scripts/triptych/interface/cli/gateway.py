@@ -9,14 +9,15 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from triptych.base.errors import UserError
-from triptych.base.extras import install_command
+from triptych.base.extras import imports_of_extra
 from triptych.base.files import check_writable, os_errors_as_user_errors, write_files
 from triptych.gateway import MAX_BODY_MIB, MAX_ITEMS, PORT
 from triptych.interface.cli.command import verb
@@ -206,19 +207,12 @@ def gateway(
 
     Requests are sent to pipelines of Triton servers over gRPC. Ctrl-C ends the gateway.
     """
-    try:
+    with imports_of_extra("gateway", "triptych gateway"):
         from triptych.gateway.http import RequestLimits, Shared
         from triptych.gateway.keys import Keys
         from triptych.gateway.pipelines import Pipelines
         from triptych.gateway.serve import ServerTls, make_server
         from triptych.gateway.traces import RequestTracer, export_to
-    except ImportError as error:
-        raise UserError(
-            "triptych gateway",
-            "needs the packages of the extra `gateway`",
-            given=error,
-            remedy=f"Run `{install_command('gateway')}`",
-        ) from error
     from triptych.container.settings import read_trace
     from triptych.serving.ports import reserve_ports
 
@@ -248,7 +242,7 @@ def gateway(
     shared = Shared(
         limits=RequestLimits(body_bytes=limits.max_body_mib * _MIB, items=limits.max_items),
         keys=None if options.keys is None else Keys(options.keys),
-        log=_log_line if options.access_log else None,
+        log=partial(print, file=sys.stderr, flush=True) if options.access_log else None,
         origins=options.cors or (),
         tracer=RequestTracer()
         if trace is None or trace.collector is None
@@ -262,10 +256,6 @@ def gateway(
             server.run()
         except KeyboardInterrupt:  # at the end, after the requests in flight
             status.print("stopped", markup=False)
-
-
-def _log_line(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -371,14 +361,13 @@ def check_access(host: str, access: GatewayOptions, *, has_http_api: bool) -> st
         access.check(host)
         # Triton itself does not authenticate clients: only the gateway may reach it.
         return host if access.insecure else "127.0.0.1"
-    for option in ("keys", "tls_certificate", "tls_key", "client_ca"):
-        if getattr(access, option) is not None:
-            raise UserError(
-                f"--{option.replace('_', '-')}",
-                "is only supported with --http-api",
-                given=getattr(access, option),
-                remedy="Add --http-api: its gateway encrypts and authenticates, unlike Triton",
-            )
+    if words := replace(access, insecure=False).words():
+        raise UserError(
+            words[0],
+            "is only supported with --http-api",
+            given=" ".join(words),
+            remedy="Add --http-api PORT, whose gateway encrypts and authenticates, unlike Triton",
+        )
     if not is_loopback(host) and not access.insecure:
         raise UserError(
             "--host",
@@ -396,18 +385,10 @@ def parse_aliases(pairs: Sequence[str]) -> dict[str, str]:
     Raises:
         UserError: A text is not ALIAS=NAME.
     """
-    parsed = {}
-    for pair in pairs:
-        alias, equals, name = pair.partition("=")
-        if not (alias and equals and name):
-            raise UserError(
-                "--alias",
-                "must be ALIAS=NAME",
-                given=pair,
-                remedy="Write for example --alias text-embedding-3-small=minilm",
-            )
-        parsed[alias] = name
-    return parsed
+    from triptych.interface.cli.rows import parse_pairs
+
+    example = "text-embedding-3-small=minilm"
+    return parse_pairs("--alias", pairs, lambda name: name or None, "ALIAS=NAME", example)
 
 
 class GatewayProcess:

@@ -238,9 +238,9 @@ class ConnectionOptions:
                 ) from error
         if self.ca is None and (self.certificate or self.certificate_key):
             raise UserError(
-                "--certificate",
-                "is only supported with --ca",
-                given=self.certificate,
+                "--certificate, --certificate-key",
+                "are only supported with --ca",
+                given=self.certificate or self.certificate_key,
                 remedy="Give the authorities of the server's certificate in --ca",
             )
         tls = None if self.ca is None else Tls(self.ca, self.certificate, self.certificate_key)

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from triptych.base.errors import UserError
-from triptych.base.extras import install_command
+from triptych.base.extras import imports_of_extra
 from triptych.interface.cli.command import verb
 from triptych.interface.cli.gateway import GatewayOptions, GatewayProcess, check_access
 from triptych.interface.cli.options import (
@@ -175,7 +175,6 @@ def _is_built(repository: Path, name: str) -> bool:
 
 def _print_round(done: Round, *, as_json: bool, changed: list[str]) -> None:
     """Print the results of a rebuild in the format of the verbs `test` and `build`."""
-    from triptych.base.errors import UserError
     from triptych.core.engine.stage import EngineFailure
     from triptych.core.gate.cached import GateFailure
     from triptych.repository.lint.checks import LintFailure
@@ -310,7 +309,10 @@ def serve(
         backend_directory=backends,
     )
     exchange = HotReload(
-        server, on_reload=_print_change, on_problem=warn, production=options.production
+        server,
+        on_reload=lambda line: status.print(line, style="green", markup=False),
+        on_problem=warn,
+        production=options.production,
     )
 
     def announce() -> None:
@@ -333,10 +335,6 @@ def serve(
         return exchange.poll()
 
     run(server, announce, timeout_s=options.timeout_s, meanwhile=poll, before_stop=beside.end)
-
-
-def _print_change(line: str) -> None:
-    status.print(line, style="green", markup=False)
 
 
 def _announce(endpoints: dict[str, str], pid: int, *, as_json: bool) -> None:
@@ -469,7 +467,8 @@ def ui(
         warn(f"{host} can be reached from other machines, and the page does not authenticate users")
     with ExitStack() as opened:
         # Both fail before a server starts.
-        open_page = _import_page()
+        with imports_of_extra("page", "triptych ui"):
+            from triptych.interface.demo_page import open_page
         port = opened.enter_context(reserve_ports(host, {"--port": port}))["--port"]
 
         def show_page(grpc_url: str, pid: int | None) -> None:
@@ -504,19 +503,6 @@ def ui(
                 show_page(server.grpc_url, server.pid)
 
         run(server, announce, timeout_s=timeout_s, meanwhile=exchange.poll)
-
-
-def _import_page() -> Callable[[PagePipeline, str, int], AbstractContextManager[str]]:
-    try:
-        from triptych.interface.demo_page import open_page
-    except ImportError as error:
-        raise UserError(
-            "triptych ui",
-            "needs the packages of the extra `page`",
-            given=error,
-            remedy=f"Run `{install_command('page')}`",
-        ) from error
-    return open_page
 
 
 def describe_page(spec: AnySpec, folders: Folders, grpc_url: str, timeout_s: float) -> PagePipeline:
