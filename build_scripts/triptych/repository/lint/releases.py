@@ -19,8 +19,10 @@ from triptych.repository.python_env import ENV_PARAMETER
 
 def known_defects(repository: Repository) -> Iterator[Flaw]:
     """Check that the release that serves the repository has no known defect that it meets."""
+    if not repository.is_exact:
+        return
     models = models_by_feature(repository)
-    for defect in defects_of(repository.triton, models) if repository.is_exact else ():
+    for defect in defects_of(repository.triton, models):
         fix = f"Use Triton {defect.fixed} or later." if defect.fixed else "No release has a fix."
         yield warning(
             f"should be served by a release without this defect: {defect.effect}",

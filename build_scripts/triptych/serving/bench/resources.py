@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from prometheus_client.parser import text_string_to_metric_families
 
 from triptych.base.errors import UserError
 from triptych.serving.bench.results import GpuUse, ProcessUse, Resources
@@ -31,10 +30,11 @@ def read_metrics(text: str) -> list[MetricSample]:
     Args:
         text: Page in Prometheus text format.
     """
+    # The verb `build` imports this module, and reads no metrics.
+    from prometheus_client.parser import text_string_to_metric_families
+
     samples: list[MetricSample] = []
-    for (
-        line
-    ) in text.splitlines():  # line by line, because the parser stops at the first invalid line
+    for line in text.splitlines():  # one by one, because the parser stops at an invalid line
         if line.strip() and not line.startswith("#"):
             try:
                 (family,) = text_string_to_metric_families(line)
