@@ -47,6 +47,8 @@ from triptych.base.formatting import (
     signed,
     signed_percent,
 )
+from triptych.building.build import BuildOutcome
+from triptych.interface.api import BuildResult
 from triptych.interface.report.bench import shown_points, write_bench_report
 from triptych.interface.report.gate import write_gate_report
 from triptych.interface.report.pages import render
@@ -330,6 +332,12 @@ def test_what_cannot_be_written_leaves_the_old_files_and_no_scraps(tmp_path: Pat
     assert [path.name for path in (tmp_path / "new/folder").iterdir()] == ["report.html"]
 
 
+def test_a_notebook_shows_the_metrics_of_a_build() -> None:
+    page = BuildResult(BuildOutcome("minilm", ("minilm_core",), gate_of(), ()))._repr_html_()
+    assert "<td>max_difference</td><td>0.0834</td><td>none</td><td>passed</td>" in page
+    assert "<td>mean_cosine</td><td>0.9986</td><td>0.998</td><td>passed</td>" in page
+
+
 def test_the_front_of_a_tuning_is_what_no_point_beats() -> None:
     def at(rate: float, p99: float, **changes: Any) -> LoadPoint:
         one = measurement(4, throughput_per_s=rate, p99_us=p99, **changes)
@@ -338,16 +346,19 @@ def test_the_front_of_a_tuning_is_what_no_point_beats() -> None:
     def figures(one: LoadPoint) -> tuple[float, float]:
         return one.median("throughput_per_s"), one.median("p99_us")
 
+    def front(points: list[LoadPoint]) -> tuple[LoadPoint, ...]:
+        return pareto_front(points, lambda one: figures(one)[0], lambda one: figures(one)[1])
+
     def beats(one: LoadPoint, other: LoadPoint) -> bool:
         (a, b), (c, d) = figures(one), figures(other)
         return a >= c and b <= d and (a, b) != (c, d)
 
     points = [at(rate, p99) for rate in range(10, 60, 7) for p99 in range(rate // 2, 90, 11)]
     unbeaten = [one for one in points if not any(beats(other, one) for other in points)]
-    assert {*map(figures, pareto_front(points))} == {*map(figures, unbeaten)}
+    assert {*map(figures, front(points))} == {*map(figures, unbeaten)}
     twice = [at(100, 10), at(100, 10)]
-    assert pareto_front(twice)[0] is twice[0]
+    assert front(twice)[0] is twice[0]
     failing = at(900, 1, errors={"deadline": 1})
     silent = replace(at(0, 0), rounds=(measurement(1, **NOTHING_ANSWERED),))
-    assert pareto_front([failing, silent]) == pareto_front([]) == ()
-    assert pareto_front([failing, silent, at(10, 10)])[0].load.value == 10
+    assert front([failing, silent]) == front([]) == ()
+    assert front([failing, silent, at(10, 10)])[0].load.value == 10

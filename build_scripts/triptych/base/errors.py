@@ -15,6 +15,11 @@ Severity = Literal["error", "warning", "info"]
 Progress = Callable[[str, str], None]
 """Callback with the name of a stage and its result."""
 
+
+def no_progress(_stage: str, _line: str) -> None:
+    """Ignore the result of a stage: the `Progress` of a caller that shows none."""
+
+
 _JOINERS = {"\u200c", "\u200d"}  # part of Persian and Indic spelling, and of emoji
 _UNSEEN = {"Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp"}
 

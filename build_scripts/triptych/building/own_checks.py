@@ -24,7 +24,9 @@ from triptych.building.pipeline_checks import (
     VARIABLE,
     Check,
     check_imports,
+    judge_functions,
     run_tests,
+    uncalled,
     without_bytecode,
 )
 from triptych.core.export.own_graph import RunGraph, open_own_model, read_graph
@@ -35,7 +37,7 @@ from triptych.core.own_stages import find_stages, takes_rows
 from triptych.core.requests import GateRequest
 from triptych.models.info import info_of_interface
 from triptych.runtime.bucketing import widen_rows
-from triptych.runtime.hooking import HOOKS_FILE, MODULE_NAME, NUMPY_TYPES, REDACT, load_hooks
+from triptych.runtime.hooking import HOOKS_FILE, NUMPY_TYPES, REDACT, load_hooks
 from triptych.runtime.own_model import OwnDecoder, OwnRowMaker
 from triptych.runtime.own_step import OwnStep
 from triptych.runtime.request_errors import RequestError
@@ -103,7 +105,6 @@ def _check_functions(spec: ModelSpec, hooks: ModuleType | None) -> Check:
         REDACT: None,
     }
     for name, value in vars(hooks).items():
-        is_own = inspect.isfunction(value) and value.__module__ == MODULE_NAME
         if name in known:
             found.append(name)
             allowed = known[name]
@@ -116,15 +117,10 @@ def _check_functions(spec: ModelSpec, hooks: ModuleType | None) -> Check:
                 problems.append(
                     f"`{name}` has the argument `{strange[0]}`; it gets {', '.join(allowed)}"
                 )
-        elif is_own and not name.startswith("_"):
-            problems.append(
-                f"`{name}` is called by nobody: the functions are {', '.join(called)}; begin the"
-                " name of a function for your own use with `_`"
-            )
+        else:
+            problems += uncalled(name, value, called)
     problems += [f"`{name}` is missing" for name in sorted(compared - set(found))]
-    if problems:
-        return Check("hooks-functions", "error", f"{HOOKS_FILE}: {'; '.join(problems)}")
-    return Check("hooks-functions", note=", ".join(found))
+    return judge_functions(found, problems)
 
 
 class _Chunk(NamedTuple):

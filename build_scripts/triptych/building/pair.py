@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from triptych.base.errors import Progress, UserError
+from triptych.base.errors import Progress, UserError, no_progress
 from triptych.base.onnx_graph import MODEL_FILE
 from triptych.building.stages import BuildOptions
 from triptych.core.gate.cached import coarsest_of, overrides_of
@@ -50,7 +50,7 @@ def read_pair(inputs: PipelineInputs, options: BuildOptions) -> PipelineInputs |
             remedy="Remove it, or choose a model such as CLIP or SigLIP",
         )
     if folder.is_dir():
-        pair = read_inputs(load_spec(folder), lambda _stage, _line: None)
+        pair = read_inputs(load_spec(folder), no_progress)
         if (other := space_of(pair.plan)) != space:
             raise UserError(
                 "pair_with",

@@ -23,7 +23,7 @@ from typing import Literal
 
 import numpy as np
 
-from triptych.base.errors import UserError
+from triptych.base.errors import UserError, no_progress
 from triptych.core.inputs import labels_of, read_model_of, task_of
 from triptych.models.older import in_current_form
 from triptych.models.source import locate
@@ -144,8 +144,8 @@ def _read_model(spec: EncoderSpec, task: Task) -> tuple[Sequence[str], Path | No
     hooks = (spec.folder / HOOKS_FILE).read_text(encoding="utf-8")
     if not re.search(r"\bdef setup\b", hooks) or not re.search(r"\.(labels|tokenizer)\b", hooks):
         return (), None
-    folder = in_current_form(locate(spec.model, spec.folder), task.loader, lambda *_: None)
-    info, tokenizer = read_model_of(spec, task, folder, lambda *_: None)
+    folder = in_current_form(locate(spec.model, spec.folder), task.loader, no_progress)
+    info, tokenizer = read_model_of(spec, task, folder, no_progress)
     return labels_of(task, info), tokenizer
 
 
@@ -240,30 +240,33 @@ def _check_functions(module: ModuleType, known: Sequence[str], needed: Sequence[
                 problems.append(f"`{name}` must be an ordinary function of inputs and answer")
         elif name in known and value is not None:
             found.append(name)
-            if not _takes_rows(value, *(["inputs"] if name == "after" else [])):
+            if not _is_called_with(value, [], **({"inputs": []} if name == "after" else {})):
                 also = " (and may take `inputs`)" if name == "after" else ""
                 problems.append(
                     f"`{name}` must be an ordinary function of one argument, the rows{also}"
                 )
-        elif name != SETUP and _is_own_function(name, value):
-            problems.append(
-                f"`{name}` is called by nobody: the functions are {', '.join(known)}; begin the"
-                " name of a function for your own use with `_`"
-            )
+        elif name != SETUP:
+            problems += uncalled(name, value, known)
     if not found and not problems:
         problems.append(f"there is none of the functions {', '.join(known)} in it")
+    return judge_functions(found, problems)
+
+
+def uncalled(name: str, value: object, known: Iterable[str]) -> Iterator[str]:
+    """Yield the problem of a function of ``hooks.py`` that is none of the `known` ones."""
+    is_own = inspect.isfunction(value) and value.__module__ == MODULE_NAME
+    if is_own and not name.startswith("_"):
+        yield (
+            f"`{name}` is called by nobody: the functions are {', '.join(known)}; begin the name of"
+            " a function for your own use with `_`"
+        )
+
+
+def judge_functions(found: Iterable[str], problems: Sequence[str]) -> Check:
+    """Return the result of the check of the functions in ``hooks.py``."""
     if problems:
         return Check("hooks-functions", "error", f"{HOOKS_FILE}: {'; '.join(problems)}")
     return Check("hooks-functions", note=", ".join(found))
-
-
-def _is_own_function(name: str, value: object) -> bool:
-    own = inspect.isfunction(value) and value.__module__ == MODULE_NAME
-    return own and not name.startswith("_")
-
-
-def _takes_rows(value: object, *optional: str) -> bool:
-    return _is_called_with(value, [], **{name: [] for name in optional})
 
 
 def _is_called_with(value: object, *arguments: object, **optional: object) -> bool:

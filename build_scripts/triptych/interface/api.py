@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from triptych.base.errors import Progress, UserError
+from triptych.base.errors import Progress, UserError, no_progress
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,14 +30,8 @@ def print_progress(stage: str, line: str) -> None:
     print(f"  {stage:8} {line}", file=sys.stderr, flush=True)
 
 
-def _no_progress(_stage: str, _line: str) -> None:
-    """Ignore the outcome of a stage."""
-
-
 _WORDS = re.compile(r"`triptych [^`]*`|--([a-z]+(?:-[a-z]+)*)")
 """Commands, which messages keep, and options of the command line."""
-_ARGUMENTS = {"set": "overrides", "answer": "answers"}
-"""Argument for each option that has another name in Python."""
 
 
 @contextmanager
@@ -46,7 +40,9 @@ def _name_arguments() -> Iterator[None]:
 
     def argument(match: re.Match[str]) -> str:
         option = match[1]
-        return match[0] if option is None else _ARGUMENTS.get(option, option.replace("-", "_"))
+        if option is None:
+            return match[0]
+        return "overrides" if option == "set" else option.replace("-", "_")
 
     try:
         yield
@@ -91,7 +87,8 @@ class BuildResult:
         """Return a table of the gate's metrics with their limits, for notebooks."""
         rows = "".join(
             f"<tr><td>{escape(verdict.metric)}</td><td>{verdict.value:.4g}</td>"
-            f"<td>{verdict.limit:.4g}</td><td>{'passed' if verdict.passed else 'failed'}</td></tr>"
+            f"<td>{'none' if verdict.limit is None else format(verdict.limit, '.4g')}</td>"
+            f"<td>{'passed' if verdict.passed else 'failed'}</td></tr>"
             for verdict in self.built.gate.verdicts
         )
         changed = escape(", ".join(self.built.changed) or "nothing")
@@ -204,7 +201,7 @@ def build(
     changes = [f"{key}={json.dumps(value)}" for key, value in (overrides or {}).items()]
     options = BuildOptions(
         repository=Path(repository),
-        progress=progress or _no_progress,
+        progress=progress or no_progress,
         accept=accept_failed_gate.strip(),
         engine_dry_run=engine_dry_run,
     )

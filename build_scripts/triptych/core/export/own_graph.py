@@ -18,7 +18,7 @@ from triptych.base.cache import (
     sha256_of,
     versions_of,
 )
-from triptych.base.errors import Progress, UserError
+from triptych.base.errors import Progress, UserError, no_progress
 from triptych.base.onnx_edges import read_labels, to_served
 from triptych.base.onnx_graph import (
     MODEL_FILE,
@@ -149,7 +149,7 @@ def served_file(spec: ModelSpec) -> Path:
         to_served(model)
         save_onnx(model, target / MODEL_FILE)
 
-    return cached_stage("own_served", stage, work, lambda *_: None).folder / MODEL_FILE
+    return cached_stage("own_served", stage, work, no_progress).folder / MODEL_FILE
 
 
 def _read_tensor(tensor: GraphTensor, kind: str, makers: Mapping[str, str]) -> Tensor:

@@ -20,23 +20,14 @@ from triptych.serving.bench.results import (
 from triptych.spec.slo import AnySlo
 
 
-def _rate(point: LoadPoint) -> float:
-    return point.median("throughput_per_s")
-
-
-def _tail(point: LoadPoint) -> float:
-    return point.median("p99_us")
-
-
 def pareto_front(
     points: Sequence[LoadPoint],
-    rate: Callable[[LoadPoint], float] = _rate,
-    tail: Callable[[LoadPoint], float] = _tail,
+    rate: Callable[[LoadPoint], float],
+    tail: Callable[[LoadPoint], float],
 ) -> tuple[LoadPoint, ...]:
-    """Return the Pareto front of throughput and p99, ascending in throughput.
+    """Return the Pareto front of throughput and tail latency, ascending in throughput.
 
-    Medians of the rounds are compared. Points with errors or without answers are excluded; of equal
-    points the first stays.
+    Points with errors or without answers are excluded; of equal points the first stays.
 
     Args:
         points: Points in any order.
@@ -90,6 +81,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class TuneResult:
+    """Result of `tune`, as ``tune.json`` has it."""
+
     subject: Subject  # its overrides are the winner's
     slo: AnySlo
     objective: str  # description of the score

@@ -1,8 +1,8 @@
 """Two servers: one with the best setting, one with the setting on trial.
 
 An idle server costs no time. Both are measured in turns on the same machine, so that slow changes
-affect both. A setting is built with cached stages,
-linted, and gated if layout or precision change. Only changed models are loaded again.
+affect both. A setting is built with cached stages, linted, and gated if layout or precision change.
+Only changed models are loaded again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Generic
 
-from triptych.base.errors import Progress
+from triptych.base.errors import Progress, no_progress
 from triptych.operate.tune.fields import Planned
 from triptych.operate.tune.kinds import BuiltSetting, Setting, TunedPipeline
 from triptych.operate.tune.objective import Objective, ScoredRound
@@ -124,7 +124,7 @@ class TrialServers(Generic[Planned]):
         """Build and serve a setting; see `TrialServer.put`."""
         # Only the first build reports its stages, because all build the same model.
         self._builds += 1
-        server.put(setting, self.progress, self.progress if self._builds == 1 else _ignore)
+        server.put(setting, self.progress, self.progress if self._builds == 1 else no_progress)
 
     def measure(self, server: TrialServer[Planned], clients: int) -> Measurement:
         """Measure a server in a closed loop."""
@@ -248,7 +248,3 @@ def trial_servers(
         finally:
             first.close()
             second.close()
-
-
-def _ignore(_stage: str, _line: str) -> None:
-    """Ignore messages of progress."""
