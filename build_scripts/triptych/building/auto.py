@@ -131,7 +131,6 @@ def _throughput(results: Sequence[perf_analyzer.LoadResult]) -> Throughput:
     )
 
 
-AUTO = "auto"
 BASELINE: Precision = "fp32"
 CLIENTS = 32
 THROUGHPUT_FILE = "throughput.json"
@@ -161,7 +160,7 @@ def check_possible(core: CoreSettings) -> None:
             given="openvino",
             remedy=f"Run `{install_command('openvino')}`, or set core.backend to onnxruntime",
         )
-    if core.precision == AUTO:
+    if core.precision == "auto":
         _candidates_of(core)
     else:
         check_runs(core.precision, core.backend, core.device)

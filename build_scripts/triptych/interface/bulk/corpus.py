@@ -91,9 +91,8 @@ def plan_parts(uri: str, part_bytes: int) -> tuple[list[CorpusPart], str]:
         UserError: No file matches, or the files cannot be read.
     """
     store, pattern = open_store("--file", uri)
-    base = (
-        re.split(r"[*?\[]", pattern)[0].rpartition("/")[0] if re.search(r"[*?\[]", pattern) else ""
-    )
+    start, *wild = re.split(r"[*?\[]", pattern, maxsplit=1)
+    base = start.rpartition("/")[0] if wild else ""
     try:
         if base:
             listed = store.get_file_info(fs.FileSelector(base, recursive=True))

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from triptych.base.errors import UserError
-from triptych.base.files import check_writable
+from triptych.base.files import check_writable, os_errors_as_user_errors, write_files
 from triptych.interface.cli.command import verb
 from triptych.interface.cli.options import (
     EXIT_FINDINGS,
@@ -125,16 +125,12 @@ def monitor(
         # The servers may start after the monitoring.
         (options.samples / name).mkdir(0o700, parents=True, exist_ok=True)
         run(page)
-        _repeat(lambda: run(page), pause_s)
-
-
-def _repeat(run: Callable[[], bool], pause_s: float) -> NoReturn:
-    while True:
-        time.sleep(pause_s)
-        try:
-            run()
-        except UserError as error:  # The cause may be gone at the next run.
-            warn(error.message)
+        while True:
+            time.sleep(pause_s)
+            try:
+                run(page)
+            except UserError as error:  # The cause may be gone at the next run.
+                warn(error.message)
 
 
 @contextmanager
@@ -204,7 +200,6 @@ def _keep_hours(spec: CompiledSpec) -> float:
 
 
 def _write_gauges(result: MonitorRun, path: Path) -> None:
-    from triptych.base.files import os_errors_as_user_errors, write_files
     from triptych.operate.monitor.metrics import metrics_text
 
     with os_errors_as_user_errors(path.parent):

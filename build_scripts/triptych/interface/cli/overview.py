@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from triptych.base.errors import UserError, closest
 from triptych.interface.cli.command import verb
 from triptych.interface.cli.options import Folders, Json, output, print_json, say
 
@@ -71,7 +72,6 @@ def list_fields(
     as_json: Json = False,
 ) -> None:
     """List the fields of pipeline.yaml with their values and meaning."""
-    from triptych.base.errors import UserError, closest
     from triptych.spec.any_spec import SPECS
     from triptych.spec.field_table import describe_fields
     from triptych.spec.kind import MODEL, kind_of_task
@@ -106,7 +106,6 @@ def list_fields(
 
 def _find_tasks(folder: Path) -> dict[str, str]:
     """Return the task of each pipeline in a folder; that of a spec with a mistake is empty."""
-    from triptych.base.errors import UserError
     from triptych.spec.spec import SPEC_FILE, task_of
 
     tasks = {}

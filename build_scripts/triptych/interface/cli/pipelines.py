@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -141,21 +141,17 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Print the plan of a build (models, shapes, limits) with reasons."""
+    from triptych.base.cache import cache_root
     from triptych.interface.cli.plan_text import describe_pipeline
     from triptych.spec.any_spec import load_any_spec
 
     named = [] if machine is None else [f"serving.machine={machine}"]
     spec = load_any_spec(folders.pipelines / name, [*(overrides or ()), *named])
-    _show(describe_pipeline(spec, folders.repository, progress), as_json)
-
-
-def _show(description: Mapping[str, object], as_json: bool) -> None:
-    from triptych.base.cache import cache_root
-
+    description = describe_pipeline(spec, folders.repository, progress)
     if as_json:
         print_json({**description, "cache": str(cache_root())})
-        return
-    print_tree(output, description)
+    else:
+        print_tree(output, description)
 
 
 @verb()

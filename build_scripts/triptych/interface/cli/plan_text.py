@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -37,10 +37,6 @@ from triptych.spec.placement import MachinePlan
 from triptych.spec.plan import Plan
 from triptych.spec.spec import EncoderSpec
 from triptych.tasks.classes import LABELS_FILE
-
-if TYPE_CHECKING:
-    from triptych.repository.manifest import CompiledManifest
-
 
 Described: TypeAlias = dict[str, Any]
 """Nested plain data, which can be printed or written as JSON."""
@@ -203,9 +199,6 @@ def _yes(value: bool) -> str:
     return "yes" if value else "no"
 
 
-AUTO = "auto"
-
-
 def describe_pipeline(spec: AnySpec, repository: Path, progress: Progress) -> Described:
     """Return the plan of a pipeline as plain data; the repository may hold an earlier build."""
     match spec:
@@ -218,7 +211,7 @@ def describe_pipeline(spec: AnySpec, repository: Path, progress: Progress) -> De
 
 
 def describe_encoder(inputs: PipelineInputs, repository: Path) -> Described:
-    """Return the plan of an encoder, with the dry run of its engine by the build in place."""
+    """Return the plan of an encoder, with the dry run that the active build made of its engine."""
     plan = inputs.plan
     described = describe_plan(plan)
     owner = plan.spec.core.shared_from or plan.spec.name
@@ -296,16 +289,15 @@ def _describe_steps(plan: Plan) -> Described:
             described[core.step("core")] = {
                 "backend": settings.backend,
                 "instances": core.spec.serving.instances.core,
-                **(_describe_batching(core) if plan.stages else {}),
+                **(
+                    {"precision": settings.precision, "max_batch_size": core.max_batch_size}
+                    if plan.stages
+                    else {}
+                ),
                 "inputs": _describe_tensors(core.core_inputs + made_by_server(core.core_inputs)),
                 "outputs": _describe_tensors(core.core.outputs),
             }
     return described | {plan.step("postprocess"): python("postprocess")}
-
-
-def _describe_batching(core: Plan) -> Described:
-    """Return the settings of one of several cores."""
-    return {"precision": core.spec.core.precision, "max_batch_size": core.max_batch_size}
 
 
 def _draw(plan: Plan) -> Described:
@@ -414,7 +406,7 @@ def _describe_memory(plan: Plan) -> Described:
 
 
 def _describe_layout(plan: Plan) -> str:
-    chosen = f" (core.layout {AUTO}: lower estimated cost)" * (plan.spec.core.layout == AUTO)
+    chosen = " (core.layout auto: lower estimated cost)" * (plan.spec.core.layout == "auto")
     if plan.packed:
         return f"packed{chosen}, if the results of the model stay the same, which the build checks"
     return plan.layout + chosen

@@ -111,11 +111,10 @@ def templates(folder: Templates = None, as_json: Json = False) -> None:
 
 
 def _write(name: str, source: SourceOptions, pipelines: Path) -> Scaffold:
-    from triptych.building.from_repository import new_from_repository
-    from triptych.core.own_scaffold import describe_model
-    from triptych.spec.scaffold import scaffold
-
     if source.from_repository is None:
+        from triptych.core.own_scaffold import describe_model
+        from triptych.spec.scaffold import scaffold
+
         return scaffold(
             name,
             task=source.task,
@@ -133,4 +132,6 @@ def _write(name: str, source: SourceOptions, pipelines: Path) -> Scaffold:
             given=given,
             remedy="Omit one of them",
         )
+    from triptych.building.from_repository import new_from_repository
+
     return new_from_repository(name, source.from_repository, pipelines=pipelines)

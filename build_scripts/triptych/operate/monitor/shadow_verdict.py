@@ -288,7 +288,8 @@ def judge(
     """
     against = [*_find_losses(answers), *(f"failed under load: {kind}" for kind in errors[1])]
     limit = percent(MARGIN)
-    against += [f"{speed}: more than {limit} higher" for speed in speeds if _is_over(speed)]
+    slower = [speed for speed in speeds if speed.state == "over limit"]
+    against += [f"{speed}: more than {limit} higher" for speed in slower]
     if against:
         return "reject", against
     doubts = [*_find_doubts(answers), *_find_slow_doubts(speeds, round_s)]
@@ -297,10 +298,6 @@ def judge(
     if doubts:
         return "inconclusive", doubts
     return "promote", [*_find_advantages(answers, speeds)]
-
-
-def _is_over(speed: Speed) -> bool:
-    return speed.state == "over limit"
 
 
 def _find_losses(answers: Answers) -> Iterator[str]:

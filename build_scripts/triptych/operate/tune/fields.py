@@ -275,7 +275,7 @@ def propose_interval(observed: Observation[GenerationInputs]) -> Proposal:
         and all(times.get(name, 0.0) / now * value <= most for name, most in limits.items())
     ]
     if fits:
-        return Proposal(key, tuple(fits), f"responses of {now} tokens cost a hop each")
+        return Proposal(key, tuple(fits), f"each response of {now} tokens passes every step")
     if now > 1:
         return Proposal(key, (max(1, now // 4),), f"a response waits for {now} tokens")
     return Proposal(key, (), "the inter-token SLO leaves no time to wait")

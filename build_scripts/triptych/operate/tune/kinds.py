@@ -13,7 +13,6 @@ from pydantic import JsonValue
 
 from triptych.base.errors import Progress, UserError
 from triptych.base.formatting import rounded
-from triptych.building.auto import AUTO
 from triptych.building.build import build
 from triptych.building.compiled import CompiledStages, read_compiled
 from triptych.building.generation.bench import check_clients, requests_of, subject_of
@@ -164,7 +163,7 @@ class CompiledTuning(TunedPipeline[Plan]):
                 given=owner,
                 remedy=f"Run `triptych tune {owner}`",
             )
-        if inputs.plan.spec.core.precision != AUTO:
+        if inputs.plan.spec.core.precision != "auto":
             return Setting()
         options = BuildOptions(repository=repository, progress=progress, built_after=None)
         core = CompiledStages().make_model(inputs, options)

@@ -11,11 +11,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from triptych.operate.tune.results import REQUESTS, ScoreUnit
 from triptych.serving.bench.results import Measurement
-from triptych.spec.slo import GenerationSlo, Slo
+from triptych.spec.slo import AnySlo, GenerationSlo, Slo
 
 CLIENTS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Numbers of clients of the closed loops."""
@@ -45,7 +45,7 @@ class ScoredRound:
 class Objective(ABC):
     """Objective of pipelines of one kind."""
 
-    slo: Any  # SLO; an empty one maximizes throughput
+    slo: AnySlo  # SLO; an empty one maximizes throughput
     clients: int  # Number of clients; with a latency SLO, the maximum
 
     # Whether later rounds use the number of clients that the first round chose.
@@ -201,12 +201,11 @@ class GoodputObjective(Objective):
     def improves_at(self, loads: _Loads, ladder: Sequence[int], at: int, way: int) -> bool:
         """Return whether the next number of clients scores higher; fewer cannot within the SLO."""
         present = loads.at(ladder[at])
-        if not 0 <= at + way < len(ladder) or (way < 0 and self._meets_slo(present)):
+        if not 0 <= at + way < len(ladder) or (
+            way < 0 and self.slo.slo_ratio(present.latencies_us) <= 1
+        ):
             return False
         return self._score(loads.at(ladder[at + way])) > self._score(present)
-
-    def _meets_slo(self, one: Measurement) -> bool:
-        return self.slo.slo_ratio(one.latencies_us) <= 1
 
     def _score(self, one: Measurement) -> float:
         """Return the goodput. Without an answer within the SLO: a smaller value, higher near it."""

@@ -77,6 +77,8 @@ def _hash(value: object) -> str:
 
 @dataclass
 class Search(Generic[Planned]):
+    """Search for the best setting from a baseline on, with the trials that it has measured."""
+
     servers: TrialServers[Planned]
     cache: TrialCache
     deadline: float  # no trial begins after it (monotonic clock)

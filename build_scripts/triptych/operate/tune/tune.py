@@ -18,8 +18,7 @@ from triptych.operate.tune.objective import LoadFailed, ScoredRound
 from triptych.operate.tune.results import Outcome, TuneResult, format_scores, ratio_of
 from triptych.operate.tune.search import Search, TrialCache, collect_points, pair_scores
 from triptych.operate.tune.trial_servers import MIN_ROUNDS, TrialServer, TrialServers, trial_servers
-from triptych.serving.bench.bench import describe_machine, mean_answer_tokens
-from triptych.serving.bench.bench import sustained_rate as sustained_by
+from triptych.serving.bench.bench import describe_machine, mean_answer_tokens, sustained_rate
 from triptych.serving.bench.bottleneck import find_bottleneck
 from triptych.serving.bench.comparison import Price
 from triptych.serving.bench.rates import find_highest_rate
@@ -61,6 +60,8 @@ SEARCH_SHARE = 0.65
 
 @dataclass(frozen=True)
 class Tuning:
+    """Options of `tune_pipeline`."""
+
     slo: AnySlo = field(default_factory=Slo)  # SLO; an empty one maximizes throughput
     budget_s: float = 900.0  # time budget, without the first build
     clients: int = 32  # maximum number of clients
@@ -288,7 +289,7 @@ class _Final(Generic[Planned]):
         share: float,
     ) -> Outcome:
         tuning = self.tuning
-        score = sorted(one.score for one in rounds)[len(rounds) // 2]
+        score = median(one.score for one in rounds)
         rate = None
         if _min_rates_s(self.pipeline, tuning):
             left = share * (self.end - time.monotonic())
@@ -303,9 +304,9 @@ class _Final(Generic[Planned]):
                 progress=self.progress,
             )
         if isinstance(tuning.slo, GenerationSlo):
-            sustained_rate = sustained_by(points, tuning.slo, None)
+            sustained_per_s = sustained_rate(points, tuning.slo, None)
         else:
-            sustained_rate = score if rate is None else rate.highest_per_s
+            sustained_per_s = score if rate is None else rate.highest_per_s
         busiest = max(points, key=lambda point: point.median("throughput_per_s"))
         return Outcome(
             overrides=dict(setting.overrides),
@@ -313,7 +314,7 @@ class _Final(Generic[Planned]):
             points=points,
             bottleneck=find_bottleneck(busiest.typical, busiest.load),
             rate=rate,
-            cost=tuning.price.cost(sustained_rate, mean_answer_tokens(points))
+            cost=tuning.price.cost(sustained_per_s, mean_answer_tokens(points))
             if tuning.price
             else None,
         )
