@@ -379,7 +379,7 @@ def test_a_candidate_is_taken_where_it_answers_as_well(
 
 
 @pytest.mark.server
-def test_traffic_grows_by_what_was_sampled(server: Server, built: Path) -> None:
+def test_traffic_grows_by_what_was_sampled(server: Server, built: Path, tmp_path: Path) -> None:
     file = built / "pipelines/sampled/traffic.jsonl"
     before = file.read_text(encoding="utf-8").splitlines()
     with Client("sampled", server.grpc_url) as client:
@@ -397,8 +397,22 @@ def test_traffic_grows_by_what_was_sampled(server: Server, built: Path) -> None:
     assert len(set(texts[len(before) :])) == change["added"]
     assert SECRET not in str(texts)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    # Rows of a build with other inputs and parameters, which the pipeline refuses now.
+    sampled = list_files(built / "samples/sampled", "sampled")[-1].path
+    head, row = sampled.read_bytes().splitlines()[:2]
+    fields = json.loads(row)
+    others = ({"inputs": {"image": "x"}}, {"parameters": {"width": 7}})
+    lines = [head, *(json.dumps({**fields, **other}).encode() for other in others)]
+    other = sampled.with_name(sampled.name.replace(".jsonl", "0.jsonl"))
+    other.write_bytes(b"\n".join(lines) + b"\n")
     again = json.loads(triptych(built, "traffic", "sampled", "--json").stdout)
-    assert (again["added"], again["before"]) == (0, len(after))
+    alone = tmp_path / "samples/sampled"
+    alone.mkdir(parents=True)
+    other.rename(alone / other.name)
+    assert (again["added"], again["before"], again["refused"]) == (0, len(after), 2)
+    refused = triptych(built, "traffic", "sampled", "--replace", samples=alone.parent)
+    assert "must have sampled rows that it accepts" in str(refused.exception)
+    assert file.read_text(encoding="utf-8").splitlines() == after
 
 
 @pytest.mark.server

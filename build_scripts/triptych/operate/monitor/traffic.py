@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 from triptych.base.errors import UserError
@@ -14,7 +13,7 @@ from triptych.core.gate_rows import CALIBRATION_ROWS, split_traffic
 from triptych.core.inputs import PipelineInputs
 from triptych.core.own_reader import OwnReader
 from triptych.core.requests import hash_inputs
-from triptych.operate.monitor.sample import TrafficSample
+from triptych.operate.monitor.sample import TrafficSample, make_reader
 from triptych.spec.model_fields import is_own
 from triptych.spec.plan import Plan
 from triptych.spec.traffic import PARAMETERS, TRAFFIC_FILE, read_lines, read_traffic
@@ -31,6 +30,7 @@ class TrafficChange:
     kept: int  # Number of retained rows
     added: int  # Number of added rows
     doubles: int  # Number of sampled rows that repeat a row of the file or of the sample
+    refused: int  # Number of sampled rows that the pipeline refuses as it is now
     gate: tuple[int, int]  # Number of rows for the gate, after and before the change
     calibration: tuple[int, int]  # Number of rows for calibration, after and before the change
 
@@ -49,7 +49,8 @@ def take_rows(
     which amounts to a random choice.
 
     Raises:
-        UserError: The sample is empty, the inputs are files, or the file cannot be written.
+        UserError: The sample is empty, the pipeline refuses all of its rows, the inputs are files,
+            or the file cannot be written.
     """
     plan, folder = inputs.plan, inputs.plan.spec.folder
     names = [tensor.name for tensor in plan.task.inputs]
@@ -67,20 +68,35 @@ def take_rows(
             given="an empty sample",
             remedy="Serve with serving.sample set, or name the folder with --samples",
         )
-    key_of: Callable[[Line], str] = partial(_key, names=names)
-    if is_own(plan.spec):
-        key_of = OwnReader(plan.spec, plan.task).key
+    reader = make_reader(inputs)
+
+    def key_of(row: Line) -> str:
+        if isinstance(reader, OwnReader):
+            return reader.key(row)
+        return hash_inputs({name: row[name] for name in names})
+
     old = _read_lines(plan, names)
     kept = [] if replace else old
     known = {key_of(row) for row in kept}
     new: dict[str, Line] = {}
+    refused = 0
     for sampled in sample.rows:
-        row: Line = {name: sampled.inputs[name] for name in names}
+        row: Line = {name: sampled.inputs[name] for name in names if name in sampled.inputs}
+        if reader.read_sent(row, sampled.parameters, sampled.location) is None:
+            refused += 1
+            continue
         if sampled.parameters:
             row[PARAMETERS] = dict(sampled.parameters)
         key = key_of(row)
         if key not in known:
             new.setdefault(key, row)
+    if refused == len(sample.rows):
+        raise UserError(
+            plan.spec.name,
+            "must have sampled rows that it accepts",
+            given=f"{refused} rows, all refused",
+            remedy="Build and serve the pipeline as it is now, and wait for requests of users",
+        )
     chosen = set(sorted(new)[:max_rows])
     added = [row for key, row in new.items() if key in chosen]
     rows = [*kept, *added]
@@ -93,7 +109,8 @@ def take_rows(
         before=len(old),
         kept=len(kept),
         added=len(added),
-        doubles=len(sample.rows) - len(new),
+        doubles=len(sample.rows) - refused - len(new),
+        refused=refused,
         gate=(now[0], before[0]),
         calibration=(now[1], before[1]),
     )
@@ -110,10 +127,6 @@ def _read_lines(plan: Plan, names: Sequence[str]) -> list[Line]:
     ]
 
 
-def _key(row: Mapping[str, object], names: list[str]) -> str:
-    return hash_inputs({name: row[name] for name in names})
-
-
 def _count_rows(rows: list[Line], names: list[str]) -> tuple[int, int]:
     """Return the number of rows for the gate and for calibration, before hooks run."""
     sent = [{name: row[name] for name in names if name in row} for row in rows]
@@ -127,5 +140,7 @@ def format_change(change: TrafficChange) -> Iterator[str]:
         f"{change.file}: {change.kept} of {change.before} rows kept, {change.added} added,"
         f" {change.doubles} sampled rows are duplicates"
     )
+    if change.refused:
+        yield f"  {change.refused} sampled rows are refused by the pipeline as it is now"
     for use, (now, before) in (("gate", change.gate), ("calibration", change.calibration)):
         yield f"  rows for the {use}: {now}, before {before}"
