@@ -445,7 +445,6 @@ def measure(
             "building/generation/worker_gate.py",
             f"runtime/{engine}",
             "runtime/sampling_parameters.py",
-            *([] if inputs.runs_in_own_environment else ["runtime/engine_ctranslate2.py"]),
         ),
     }
 
@@ -542,8 +541,8 @@ def _run_worker(
             "model.source",
             "must be a model that vLLM can run with these settings",
             given=cause_of(done.stderr),
-            remedy="Change core.precision, kv_cache or max_length, or choose another model"
-            + (", or other adapters" if inputs.adapters else ""),
+            remedy="Change core.precision, core.kv_cache or core.max_model_len, or choose another "
+            f"model{', or other adapters' if inputs.adapters else ''}",
         )
 
 

@@ -294,4 +294,4 @@ def _faults(
         if reply.answer.token_ids == reference.ids
     )
     if ends:
-        yield f"{ends} answers have another finish_reason than their last token tells"
+        yield f"{ends} answers have a finish_reason that does not fit their last token"

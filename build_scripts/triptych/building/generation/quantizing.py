@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from triptych.base.cache import cached_stage, code_hash, versions_of
-from triptych.base.errors import Progress, UserError
+from triptych.base.errors import Progress, UserError, no_progress
 from triptych.building.generation.inputs import GeneratingInputs
 from triptych.building.generation.model import compressed_tensors_config
 
@@ -26,7 +26,7 @@ _SCALE = "_scale"
 _MODEL = "model"
 
 
-def engine_weights(inputs: GeneratingInputs, progress: Progress = lambda *_: None) -> Path:
+def engine_weights(inputs: GeneratingInputs, progress: Progress = no_progress) -> Path:
     """Return the folder of weights that the engine reads: the model's own, or their conversion.
 
     Raises:

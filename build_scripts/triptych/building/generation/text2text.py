@@ -13,7 +13,6 @@ from base64 import b64encode
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +21,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
 
 from triptych.base.cache import cached_stage, code_hash, versions_of
 from triptych.base.errors import Progress, UserError
-from triptych.base.extras import install_command
+from triptych.base.extras import imports_of_extra
 from triptych.building.generation.inputs import (
     GeneratingInputs,
     Prompt,
@@ -82,13 +81,8 @@ def write_marian(folder: Path, source: Path, target: Path) -> None:
     Raises:
         UserError: The tokenizer is not like those of published models, or sentencepiece is missing.
     """
-    if find_spec("sentencepiece") is None:
-        raise UserError(
-            "model.source",
-            "requires sentencepiece for Marian's tokenizer",
-            given="not installed",
-            remedy=f"Run `{install_command('text2text')}`",
-        )
+    with imports_of_extra("text2text", "model.source"):
+        import sentencepiece  # noqa: F401  (for Marian's tokenizer)
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -158,15 +152,8 @@ def convert(folder: Path, target: Path, precision: str) -> None:
     Raises:
         UserError: CTranslate2 is not installed, or does not convert the model.
     """
-    try:
+    with imports_of_extra("text2text", "core.backend"):
         from ctranslate2.converters import TransformersConverter
-    except ImportError as error:
-        raise UserError(
-            "core.backend",
-            "requires CTranslate2",
-            given="not installed",
-            remedy=f"Run `{install_command('text2text')}`",
-        ) from error
 
     class Converter(TransformersConverter):  # type: ignore[misc]  # it has no types
         def load_model(
@@ -528,7 +515,7 @@ def _convert(folder: Path, precision: str, sha256: str, progress: Progress) -> P
         "model": sha256,
         "precision": precision,
         "versions": versions_of("ctranslate2", "transformers"),
-        "code": code_hash("building/generation/text2text.py", "building/generation/text2text.py"),
+        "code": code_hash("building/generation/text2text.py"),
     }
 
     def work(target: Path) -> None:
