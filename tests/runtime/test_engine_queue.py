@@ -184,3 +184,30 @@ def test_the_order_is_by_priority_and_a_canceled_request_keeps_no_place(clock: C
     run(clock, work())
     assert order[2:] in (["d", "f", "g"], ["d", "c", "f", "g"])
     assert len(queue) == 0
+
+
+def test_a_request_that_ends_while_another_one_is_canceled_has_no_error(clock: Clock) -> None:
+    queue = EngineQueue(1)  # and one ahead
+    ends = [asyncio.Event() for _ in range(2)]
+    order: list[str] = []
+
+    async def hold(name: str, end: asyncio.Event) -> None:
+        async with queue.place(0):
+            order.append(name)
+            await end.wait()
+
+    async def work() -> None:
+        held = [clock.create_task(hold(*each)) for each in zip("ab", ends, strict=True)]
+        await asyncio.sleep(0.1)
+        gone = clock.create_task(hold("gone", ends[0]))
+        last = clock.create_task(hold("last", ends[0]))
+        await asyncio.sleep(0.1)
+        ends[0].set()
+        gone.cancel()
+        await asyncio.gather(held[0], last)
+        assert gone.cancelled()
+        ends[1].set()
+        await held[1]
+
+    run(clock, work())
+    assert (order, len(queue)) == (["a", "b", "last"], 0)

@@ -85,7 +85,8 @@ class EngineQueue:
             self._free -= 1
             now = time.monotonic()
             chosen = self._waiting.pop(self._choose(now))
-            chosen.place.set_result(now - chosen.since if self._waiting else None)
+            if not chosen.place.done():  # else it was just canceled, and frees its place at once
+                chosen.place.set_result(now - chosen.since if self._waiting else None)
 
     def _choose(self, now: float) -> int:
         """Return the index of the request that gets the next place."""
