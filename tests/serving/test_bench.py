@@ -13,18 +13,26 @@ from typer.testing import CliRunner
 
 from tests.support.load_samples import NASTY, NOTHING_ANSWERED, bench, measurement, point, subject
 from tests.support.mistakes import check_refused, refusal
-from tests.support.project import TRAFFIC_ROWS, build_into, write_pipeline
+from tests.support.project import TRAFFIC_ROWS, build_into, quiet, write_pipeline
 from triptych.base.errors import UserError
 from triptych.interface.cli import app
 from triptych.interface.cli.measure import PriceOptions
 from triptych.interface.report.bench import write_bench_report
 from triptych.repository.records import read_record
-from triptych.serving.bench.bench import parse_loads, sustained_rate
+from triptych.serving.bench import bench as load_tests
+from triptych.serving.bench.bench import (
+    Bench,
+    BenchOptions,
+    bench_requests,
+    parse_loads,
+    sustained_rate,
+)
 from triptych.serving.bench.comparison import MetricChange, Price, compare_results, read_bench
 from triptych.serving.bench.results import (
     BenchResult,
     Cost,
     OfferedLoad,
+    judge_slo,
 )
 from triptych.spec.slo import Slo
 
@@ -145,6 +153,19 @@ def test_what_is_sustained_is_the_fastest_load_within_the_latencies() -> None:
     assert sustained_rate(points, Slo(), None) == 300
     assert sustained_rate(points, Slo(p99_ms=1.0), None) == 0
     assert Price(2.0, currency="USD", headroom=0).cost(0.0) is None
+
+
+def test_a_rate_is_not_searched_where_no_request_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = measurement(1, **NOTHING_ANSWERED)
+    monkeypatch.setattr(load_tests, "measure", lambda *_, **__: failed)
+    loads = (OfferedLoad("concurrency", 1),)
+    asked = Bench(loads=loads, rounds=1, slo=Slo(p99_ms=50.0), find_rate=True)
+    options = BenchOptions(repository=tmp_path, progress=quiet, bench=asked, url="127.0.0.1:1")
+    found = bench_requests(subject(), ["text"], options)
+    assert (found.points[0].rounds, found.rate) == ((failed,), None)
+    assert judge_slo(found).kind == "not met"
 
 
 def test_loads_and_prices_are_checked() -> None:

@@ -132,12 +132,13 @@ def bench_requests(
         )
         points = _measure_points(target, requests, bench, progress)
         rate = None
-        if bench.find_rate and bench.slo.limits_us:
+        fastest_per_s = max((point.median("throughput_per_s") for point in points), default=0.0)
+        if bench.find_rate and bench.slo.limits_us and fastest_per_s:
             rate = find_highest_rate(
                 target,
                 requests,
                 bench.slo,
-                start_per_s=0.5 * max(point.median("throughput_per_s") for point in points),
+                start_per_s=0.5 * fastest_per_s,
                 seconds=bench.seconds,
                 budget_s=bench.budget_s / 2,
                 progress=progress,

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from triptych.base.confidence import limit_ratio
-from triptych.base.errors import Progress, UserError
+from triptych.base.errors import Progress
 from triptych.base.formatting import amount
 from triptych.serving.bench.bottleneck import find_bottleneck
 from triptych.serving.bench.measure import WINDOW_FACTOR, BenchTarget, is_sent, measure
@@ -67,21 +67,14 @@ def find_highest_rate(
         target: Target of the load.
         requests: Requests, sent in turn.
         slo: SLO; its throughput is ignored.
-        start_per_s: First rate.
+        start_per_s: First rate, above 0.
         seconds: Duration of a measurement; extended for a minimum number of requests.
         budget_s: Time budget; no measurement begins that would end after it.
         progress: Called at each measurement.
 
     Raises:
-        UserError: The server or model is unusable, or the start or budget is not above 0.
+        UserError: The server or model is unusable.
     """
-    if start_per_s <= 0 or budget_s <= 0:
-        raise UserError(
-            "start_per_s, budget_s",
-            "must be above 0",
-            given=(start_per_s, budget_s),
-            remedy="Give positive numbers",
-        )
     trials = _RateTrials(
         target, requests, slo, seconds, time.monotonic() + budget_s, progress, WARM_UP_REQUESTS
     )
