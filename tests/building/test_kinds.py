@@ -25,7 +25,7 @@ from triptych.building.stages import BuildOptions
 from triptych.client import Client
 from triptych.core.gate.verify import LiveOptions, describe_verification, verification_data
 from triptych.deploy.options import DeployOptions
-from triptych.deploy.targets import known_of, make_manifests
+from triptych.deploy.targets import make_manifests, read_build_info
 from triptych.interface import api
 from triptych.interface.cli.plan_text import describe_pipeline
 from triptych.repository.lint.checks import run_checks
@@ -219,7 +219,7 @@ def test_it_is_measured(case: Case) -> None:
 
 def test_it_is_deployed(case: Case, tmp_path: Path) -> None:
     options = DeployOptions(name="shop", **CAPACITY[case.kind])
-    assert known_of(case.repository, case.spec.name, tmp_path).name == case.spec.name
+    assert read_build_info(case.repository, case.spec.name, tmp_path).name == case.spec.name
     assert make_manifests(case.repository, case.spec.name, options, tmp_path).files
 
 

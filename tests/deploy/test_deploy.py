@@ -38,11 +38,11 @@ from triptych.deploy.assumptions import (
     core_files_mib,
 )
 from triptych.deploy.checks import CHECKS, check_manifests
-from triptych.deploy.checks.pods import Known
+from triptych.deploy.checks.pods import BuildInfo
 from triptych.deploy.context import Manifests, read_context
 from triptych.deploy.folder import write_manifests
 from triptych.deploy.options import TARGETS, parse_mebibytes
-from triptych.deploy.targets import known_of, make_manifests
+from triptych.deploy.targets import make_manifests, read_build_info
 from triptych.deploy.variables import ALLOWED, REFUSED
 from triptych.interface.cli import app
 from triptych.serving.bench.results import LoadPoint, OfferedLoad
@@ -369,26 +369,26 @@ def spoiled(mistake: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> Known:
+def built(tmp_path_factory: pytest.TempPathFactory) -> BuildInfo:
     """Of a pipeline with an engine of an H200 that used 701 MiB, planned for 16 cores."""
-    folder = tmp_path_factory.mktemp("known")
+    folder = tmp_path_factory.mktemp("built")
     repository = write_built(folder, engine=ENGINE, core={"backend": "tensorrt"})
-    facts = known_of(repository, "minilm", write_bench(folder / "reports"))
-    return replace(facts, machine=parse_machine("h200x16"), plans=("h200x4",))
+    info = read_build_info(repository, "minilm", write_bench(folder / "reports"))
+    return replace(info, machine=parse_machine("h200x16"), plans=("h200x4",))
 
 
-def found_in(folder: Path, text: str, known: Known | None = None) -> list[Finding]:
+def found_in(folder: Path, text: str, build: BuildInfo | None = None) -> list[Finding]:
     folder.mkdir(exist_ok=True)
     (folder / "all.yaml").write_text(text)
-    return check_manifests(folder, known=known)
+    return check_manifests(folder, build=build)
 
 
-def test_each_check_finds_its_mistake_and_no_other_one(tmp_path: Path, known: Known) -> None:
-    assert found_in(tmp_path, yaml.safe_dump_all(spoiled({})), known) == []
+def test_each_check_finds_its_mistake_and_no_other_one(tmp_path: Path, built: BuildInfo) -> None:
+    assert found_in(tmp_path, yaml.safe_dump_all(spoiled({})), built) == []
     mistakes = [(check, one) for check, several in CASES["mistakes"].items() for one in several]
     for check, mistake in mistakes:
         said = mistake["says"]
-        found = found_in(tmp_path, yaml.safe_dump_all(spoiled(mistake)), known)
+        found = found_in(tmp_path, yaml.safe_dump_all(spoiled(mistake)), built)
         assert [one.id for one in found].count(check) == 1, (check, said, found)
         (first,) = (one for one in found if one.id == check)
         assert said in f"{first.given} {first.remedy}", (check, first)
@@ -418,7 +418,7 @@ def test_other_gpus_and_names_of_metrics_are_found_in_manifests_of_generation(
     ):
         assert old in text
         text = text.replace(old, new)
-    found = found_in(tmp_path / "spoilt", text, known_of(repository, "talk", tmp_path))
+    found = found_in(tmp_path / "spoilt", text, read_build_info(repository, "talk", tmp_path))
     told = {one.id: f"{one.given} {one.remedy}" for one in found}
     assert told.keys() == {"engine-gpu", "metric-known"}
     assert "nvidia.com/gpu: 1; it has 2" in told["engine-gpu"]

@@ -49,7 +49,7 @@ from triptych.deploy.envoy import (
     proxy_settings,
 )
 from triptych.deploy.folder import write_manifests
-from triptych.deploy.targets import known_of, make_manifests
+from triptych.deploy.targets import make_manifests, read_build_info
 from triptych.interface.cli import app
 from triptych.repository.manifest import build_id
 from triptych.spec.slo import Slo
@@ -342,8 +342,8 @@ def test_clusters_take_what_is_written(made: dict[str, Made]) -> None:
             if texts not in valid:
                 assert validate(with_mounts(proxy, one.folder / "mounted")) == "", case
             valid.add(texts)
-        own = known_of(one.folder / "repository", one.name, one.folder / "reports")
-        assert check_manifests(checked, known=own) == [], case
+        own = read_build_info(one.folder / "repository", one.name, one.folder / "reports")
+        assert check_manifests(checked, build=own) == [], case
         for query in (*values(documents, "query"), *values(documents, "expr")):
             promql_parser.parse(query)
         for words in values(documents, "command", "entrypoint"):

@@ -6,7 +6,7 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
-from triptych.deploy.checks.pods import Known, known_encoder, known_generating
+from triptych.deploy.checks.pods import BuildInfo, read_encoder_info, read_generation_info
 from triptych.deploy.context import DeploymentContext, Manifests, read_context
 from triptych.deploy.generation import read_generation_context
 from triptych.deploy.options import DeployOptions
@@ -52,14 +52,14 @@ def _read_context(
             return read_generation_context(repository, pipeline, options)
 
 
-def known_of(repository: Path, pipeline: str, reports: Path) -> Known:
-    """Return the facts about a built pipeline that manifests are checked with.
+def read_build_info(repository: Path, pipeline: str, reports: Path) -> BuildInfo:
+    """Return the information about a built pipeline with which manifests are checked.
 
     Raises:
         UserError: The pipeline is not built, or the result of its `bench` cannot be read.
     """
     match kind_of_build(repository, pipeline):
         case Kind.ENCODER | Kind.MODEL:
-            return known_encoder(repository, pipeline, reports)
+            return read_encoder_info(repository, pipeline, reports)
         case Kind.TEXT_GENERATION | Kind.TEXT2TEXT:
-            return known_generating(repository, pipeline)
+            return read_generation_info(repository, pipeline)

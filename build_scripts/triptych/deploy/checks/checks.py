@@ -10,7 +10,7 @@ from triptych.base.errors import Finding
 from triptych.base.releases import Release
 from triptych.deploy.checks import fleet, objects, pods
 from triptych.deploy.checks.objects import Folder, ManifestObject, read_folder
-from triptych.deploy.checks.pods import Known
+from triptych.deploy.checks.pods import BuildInfo
 from triptych.repository.lint.snapshot import LintCheck, find_flaws
 
 _servers, _autoscalers = attrgetter("servers"), attrgetter("autoscalers")
@@ -55,16 +55,16 @@ CHECKS = (
 
 
 def check_manifests(
-    folder: Path, *, release: Release | None = None, known: Known | None = None
+    folder: Path, *, release: Release | None = None, build: BuildInfo | None = None
 ) -> list[Finding]:
     """Return the findings on the manifests below `folder`, errors first.
 
     Args:
         folder: Folder with YAML files, or folders of Kustomize as `kubectl kustomize` renders them.
         release: Release of Triton; None uses the tag of the image if the tag is a release.
-        known: Facts about the built pipeline; None skips the checks that need them.
+        build: Information about the built pipeline; None skips the checks that need it.
 
     Raises:
         UserError: The folder does not exist, or it needs kubectl, which is not installed.
     """
-    return find_flaws(CHECKS, read_folder(folder, release, known))
+    return find_flaws(CHECKS, read_folder(folder, release, build))

@@ -36,16 +36,12 @@ def replicas_autoscaled(autoscaler: ManifestObject) -> Iterator[Flaw]:
 
 
 def one_autoscaler(autoscaler: ManifestObject) -> Iterator[Flaw]:
-    others = [
-        one
-        for one in autoscaler.folder.autoscalers
-        if one is not autoscaler and target_of(one) == target_of(autoscaler)
-    ]
-    if others and autoscaler.folder.autoscalers.index(autoscaler) == 0:
+    target = target_of(autoscaler)
+    same = [one for one in autoscaler.folder.autoscalers if target_of(one) == target]
+    if len(same) > 1 and same[0] is autoscaler:
         yield error(
             "Only one autoscaler must set the replicas, because two counteract each other",
-            f"{autoscaler.kind} {autoscaler.name} and "
-            + ", ".join(f"{one.kind} {one.name}" for one in others),
+            " and ".join(f"{one.kind} {one.name}" for one in same),
             "Keep one; KEDA creates its own HPA",
         )
 

@@ -23,7 +23,7 @@ from triptych.deploy.options import release_of_image
 from triptych.repository.lint.snapshot import Flaw, error
 
 if TYPE_CHECKING:
-    from triptych.deploy.checks.pods import Known
+    from triptych.deploy.checks.pods import BuildInfo
 
 KIND = "ComposeService"
 _UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30}
@@ -169,6 +169,21 @@ class ServerPods:
             if isinstance(one, dict)
         }
 
+    @property
+    def shared_memory(self) -> list[dict[str, object]]:
+        """Field `emptyDir` of each volume that is mounted at ``/dev/shm``."""
+        mounts = {
+            mapping(mount).get("name")
+            for mount in sequence(self.container.get("volumeMounts"))
+            if str(mapping(mount).get("mountPath")).rstrip("/") == "/dev/shm"
+        }
+        volumes = map(mapping, sequence(self.pod.get("volumes")))
+        return [mapping(each.get("emptyDir")) for each in volumes if each.get("name") in mounts]
+
+    def resources(self, kind: str) -> dict[str, object]:
+        """Return the resources of the container; `kind` is ``limits`` or ``requests``."""
+        return mapping(mapping(self.container.get("resources")).get(kind))
+
     def flag(self, name: str) -> str | None:
         """Return the value of a flag of tritonserver; None without the flag."""
         lines = [part for word in self.words for part in word.split()]
@@ -181,12 +196,12 @@ class ServerPods:
 
 @dataclass(frozen=True, eq=False)
 class Folder:
-    """Objects of a folder, its files that cannot be read, and known facts about the pipeline."""
+    """Objects of a folder, its files that cannot be read, and information about the pipeline."""
 
     # Release of Triton that the user named; None takes that of the image.
     triton: Release | None = None
-    # Facts about the built pipeline; None skips the checks that need them.
-    known: Known | None = None
+    # Information about the built pipeline; None skips the checks that need it.
+    build: BuildInfo | None = None
     objects: list[ManifestObject] = field(default_factory=list)
     unread: list[UnreadableFile] = field(default_factory=list)
     where = "."
@@ -231,7 +246,7 @@ def serves_triton(folder: Folder) -> Iterator[Flaw]:
         )
 
 
-def read_folder(path: Path, triton: Release | None, known: Known | None) -> Folder:
+def read_folder(path: Path, triton: Release | None, build: BuildInfo | None) -> Folder:
     """Read the objects below a folder; folders of Kustomize as `kubectl kustomize` renders them.
 
     Raises:
@@ -241,7 +256,7 @@ def read_folder(path: Path, triton: Release | None, known: Known | None) -> Fold
         raise UserError(
             "FOLDER", "must be a folder of manifests", given=path, remedy="Correct the path"
         )
-    folder = Folder(triton, known)
+    folder = Folder(triton, build)
     customized = [file.parent for name in _KUSTOMIZATIONS for file in path.rglob(name)]
     for root in _roots(customized):
         where = root.relative_to(path).as_posix()

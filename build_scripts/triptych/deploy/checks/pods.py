@@ -97,25 +97,15 @@ def probe_timeout(server: ServerPods) -> Iterator[Flaw]:
 
 
 def shared_memory(server: ServerPods) -> Iterator[Flaw]:
-    mounts = {
-        str(mount.get("name"))
-        for mount in sequence(server.container.get("volumeMounts"))
-        if isinstance(mount, dict) and str(mount.get("mountPath")).rstrip("/") == "/dev/shm"
-    }
-    volumes = [
-        mapping(volume)
-        for volume in sequence(server.pod.get("volumes"))
-        if mapping(volume).get("name") in mounts
-    ]
-    held = [mapping(volume.get("emptyDir")) for volume in volumes]
-    if not held or held[0].get("medium") != "Memory":
+    volume = next(iter(server.shared_memory), {})
+    if volume.get("medium") != "Memory":
         yield error(
             "Python steps need shared memory, 64 MiB each: with 64 MiB in total they "
             'end with "No space left on device"',
             "no emptyDir of medium Memory at /dev/shm",
             "Mount one there, with a sizeLimit of 64 MiB and the largest request for each process",
         )
-    elif "sizeLimit" not in held[0]:
+    elif "sizeLimit" not in volume:
         yield warning(
             "Shared memory must have a limit, because it counts as the container's memory",
             "an emptyDir of medium Memory without sizeLimit",
@@ -229,8 +219,8 @@ _MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Known:
-    """Known facts about a built pipeline."""
+class BuildInfo:
+    """Information about a built pipeline, with which manifests are checked."""
 
     name: str
     engine: EngineRecord | None  # TensorRT engine, if the pipeline has one
@@ -243,11 +233,11 @@ class Known:
     plans: Collection[str] = ()  # Names of the machines with a plan of their own
 
 
-def known_encoder(repository: Path, pipeline: str, reports: Path) -> Known:
-    """Return the facts about an encoder; see `targets.known_of`."""
+def read_encoder_info(repository: Path, pipeline: str, reports: Path) -> BuildInfo:
+    """Return the information about an encoder or an own model; see `targets.read_build_info`."""
     build = read_manifest(repository, pipeline, CompiledManifest)
     memory_mib = memory_seen_mib(build, reports)
-    return Known(
+    return BuildInfo(
         pipeline,
         build.engine,
         0,
@@ -258,63 +248,55 @@ def known_encoder(repository: Path, pipeline: str, reports: Path) -> Known:
     )
 
 
-def known_generating(repository: Path, pipeline: str) -> Known:
-    """Return the facts about a pipeline that generates text; see `targets.known_of`."""
+def read_generation_info(repository: Path, pipeline: str) -> BuildInfo:
+    """Return that about a pipeline that generates text; see `targets.read_build_info`."""
     spec = read_manifest(repository, pipeline, TextManifest).spec
     shared_mib = generation_shm_mib(repository, spec)
-    return Known(pipeline, None, spec.gpus_per_copy, None, shared_mib)
+    return BuildInfo(pipeline, None, spec.gpus_per_copy, None, shared_mib)
 
 
 def memory_measured(server: ServerPods) -> Iterator[Flaw]:
-    known = server.owner.folder.known
-    if known is None or known.memory_mib is None:
+    build = server.owner.folder.build
+    if build is None or build.memory_mib is None:
         return
-    limits = mapping(mapping(server.container.get("resources")).get("limits"))
-    given_mib = parse_bytes(limits.get("memory")) / _MIB
-    if 0 < given_mib < known.memory_mib:
+    limit = server.resources("limits").get("memory")
+    if 0 < parse_bytes(limit) / _MIB < build.memory_mib:
         yield error(
             "The memory limit must not be below the measured memory of the server",
-            f"{limits['memory']}; it used {known.memory_mib:.0f} MiB, and shared memory counts",
-            f"Set {known.memory_mib + known.shm_mib:.0f}Mi or more",
+            f"{limit}; it used {build.memory_mib:.0f} MiB, and shared memory counts",
+            f"Set {build.memory_mib + build.shm_mib:.0f}Mi or more",
         )
 
 
 def shared_memory_measured(server: ServerPods) -> Iterator[Flaw]:
-    known = server.owner.folder.known
-    if known is None:
+    build = server.owner.folder.build
+    if build is None:
         return
-    mounts = {
-        mapping(mount).get("name")
-        for mount in sequence(server.container.get("volumeMounts"))
-        if mapping(mount).get("mountPath") == "/dev/shm"
-    }
-    for volume in sequence(server.pod.get("volumes")):
-        size = mapping(mapping(volume).get("emptyDir")).get("sizeLimit")
-        given_mib = parse_bytes(size) / _MIB
-        if mapping(volume).get("name") in mounts and 0 < given_mib < known.shm_mib:
+    for volume in server.shared_memory:
+        size = volume.get("sizeLimit")
+        if 0 < parse_bytes(size) / _MIB < build.shm_mib:
             yield error(
                 "Shared memory must be large enough for the steps of the pipeline",
-                f"sizeLimit: {size}; its instances and largest request take {known.shm_mib} MiB",
-                f"Set {known.shm_mib}Mi, and raise the memory limit by the same amount",
+                f"sizeLimit: {size}; its instances and largest request take {build.shm_mib} MiB",
+                f"Set {build.shm_mib}Mi, and raise the memory limit by the same amount",
             )
 
 
 def cores_planned(server: ServerPods) -> Iterator[Flaw]:
     """Say what a pod reaches that requests fewer cores than the build is planned for."""
-    known = server.owner.folder.known
-    requests = mapping(mapping(server.container.get("resources")).get("requests"))
-    cores = parse_cores(requests.get("cpu"))
-    if known is None or known.machine is None or not 0 < cores < known.machine.cores:
+    build, requested = server.owner.folder.build, server.resources("requests").get("cpu")
+    cores = parse_cores(requested)
+    if build is None or build.machine is None or not 0 < cores < build.machine.cores:
         return
-    here = known.machine._replace(cores=max(1, math.ceil(cores)))
-    plans = {*known.plans, known.machine.name}
+    machine = build.machine
+    here = machine._replace(cores=max(1, math.ceil(cores)))
+    plans = {*build.plans, machine.name}
     plan = choose(plans, here) or min(plans, key=lambda each: parse_machine(each).order)
     yield warning(
         "Pods should request the cores of serving.machine, for which the steps are planned",
-        f"cpu: {requests['cpu']}, and {known.machine.name} has {known.machine.cores}; the server "
-        f"uses the plan for {plan}, and reaches about "
-        f"{cores / known.machine.cores:.0%} of the planned rate",
-        f"Request {known.machine.cores} cores, or build with serving.machine: {here.name}",
+        f"cpu: {requested}, and {machine.name} has {machine.cores}; the server uses the plan for "
+        f"{plan}, and reaches about {cores / machine.cores:.0%} of the planned rate",
+        f"Request {machine.cores} cores, or build with serving.machine: {here.name}",
     )
 
 
@@ -325,12 +307,12 @@ def parse_cores(quantity: object) -> float:
 
 
 def engine_gpu(server: ServerPods) -> Iterator[Flaw]:
-    known = server.owner.folder.known
-    if known is None or server.owner.kind == KIND:
+    build = server.owner.folder.build
+    if build is None or server.owner.kind == KIND:
         return
-    if known.gpus:
-        yield from _parts(server, known)
-    engine = known.engine
+    if build.gpus:
+        yield from _parts(server, build)
+    engine = build.engine
     if engine is None:
         return
     own = engine.gpu.replace(" ", "-")
@@ -339,18 +321,18 @@ def engine_gpu(server: ServerPods) -> Iterator[Flaw]:
         yield error(
             "Nodes must have the GPU that the engine was built for, because no other GPU loads it",
             f"{PRODUCT}: {node or 'not selected'}; the engine is of {own}",
-            f"Select {own}, or run `triptych engine {known.name}` on the other one",
+            f"Select {own}, or run `triptych engine {build.name}` on the other one",
         )
 
 
-def _parts(server: ServerPods, known: Known) -> Iterator[Flaw]:
-    limits = mapping(mapping(server.container.get("resources")).get("limits"))
+def _parts(server: ServerPods, build: BuildInfo) -> Iterator[Flaw]:
+    limits = server.resources("limits")
     given = {name: count for name, count in limits.items() if name.startswith("nvidia.com/")}
-    if [str(count) for count in given.values()] != [str(known.gpus)]:
+    if [str(count) for count in given.values()] != [str(build.gpus)]:
         shown = ", ".join(f"{name}: {count}" for name, count in given.items())
         yield error(
             "A pod must have a GPU for each part of the model",
-            f"{shown or 'no nvidia.com/gpu'}; it has {known.gpus} (tensor_parallel_size x "
+            f"{shown or 'no nvidia.com/gpu'}; it has {build.gpus} (tensor_parallel_size x "
             "pipeline_parallel_size)",
-            f"Limit nvidia.com/gpu to {known.gpus}, or build {known.name} with as many parts",
+            f"Limit nvidia.com/gpu to {build.gpus}, or build {build.name} with as many parts",
         )

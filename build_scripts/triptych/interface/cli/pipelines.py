@@ -394,8 +394,8 @@ def _lint_manifests(
     """Return the findings of manifests, compared with the pipeline `name` if one is given."""
     from triptych.base.releases import parse_release
     from triptych.deploy.checks import check_manifests
-    from triptych.deploy.targets import known_of
+    from triptych.deploy.targets import read_build_info
 
-    known = None if name is None else known_of(repository, name, reports / name)
+    build = None if name is None else read_build_info(repository, name, reports / name)
     release = None if triton is None else parse_release(triton)
-    return check_manifests(folder, release=release, known=known)
+    return check_manifests(folder, release=release, build=build)
