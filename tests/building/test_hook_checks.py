@@ -80,13 +80,13 @@ WRONG_VALUES: list[tuple[str, list[int], list[Any], str]] = [
     ("BYTES", [-1], [["a", None]], "elements must be str, not NoneType"),
     ("BYTES", [2], [["a"]], "must have the shape [1, 2], it has [1, 1]"),
     ("BYTES", [1], [["a"]], "elements must be str, not list"),
-    ("FP32", [1], ["0.5"], "elements must be float32, not <U3"),
-    ("FP32", [1], [None], "elements must be float32, not object"),
+    ("FP32", [1], ["0.5"], "elements of type float32, not text"),
+    ("FP32", [1], [None], "elements of type float32, not object"),
     ("FP32", [-1], [[1.0], [1.0, 2.0]], "inhomogeneous"),
-    ("INT32", [1], [1.5], "elements must be int32, not float64"),
+    ("INT32", [1], [1.5], "elements of type int32, not float64"),
     ("INT8", [1], [300], "int8, from -128 to 127, not 300"),
     ("INT64", [1], [1 << 70], "does not fit"),
-    ("BOOL", [1], [1], "elements must be bool"),
+    ("BOOL", [1], [1], "elements of type bool"),
 ]
 
 
@@ -96,6 +96,8 @@ def test_an_output_takes_only_what_it_was_declared_to_hold() -> None:
         with pytest.raises(RuntimeError) as caught:
             pytest.fail(f"{dtype} {dims}: {form.tensors([{'out': value} for value in rows])}")
         assert words in str(caught.value), (dtype, rows)
+    form = RowForm([{"name": "out", "dtype": "UINT8", "dims": [-1], "json": False}])
+    assert form.tensors([{"out": [1, 255]}])["out"].tolist() == [[1, 255]]
     form = RowForm([{"name": "out", "dtype": "BYTES", "dims": [1], "json": True}])
     assert form.tensors([{"out": []}])["out"].tolist() == [[b"[]"]]
     for value in ({1, 2}, [float("nan")]):

@@ -213,7 +213,7 @@ def test_a_build_runs_after_and_decode_on_what_the_model_answers(
             "def after(rows): return [{**row, 'score': rows[0]['score']} for row in rows]",
             "depending on the other rows. Given: a different `score`",
         ),
-        ("urgent", SCORES.replace("float(row", "str(row"), "elements must be float32"),
+        ("urgent", SCORES.replace("float(row", "str(row"), "elements of type float32"),
     ):
         folder = shutil.copytree(base / "p" / name, tmp_path / name, dirs_exist_ok=True)
         (folder / "hooks.py").write_text(hooks)

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from tritonclient.grpc import model_config_pb2, service_pb2
 
 from triptych.client.errors import InvalidRequestError, PipelineFailedError
-from triptych.runtime.own_model import ROW_TYPES, cast_numbers
+from triptych.runtime.hooking import cast_numbers
+from triptych.runtime.own_model import ROW_TYPES
 
 Parameter = bool | int | float | str
 Rows = Mapping[str, Sequence[object] | NDArray[np.generic]]

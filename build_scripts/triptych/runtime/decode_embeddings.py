@@ -61,13 +61,10 @@ class EmbeddingDecoder:
         }
         if encoding == "float":
             return {**result, "embedding": np.ascontiguousarray(vectors)}
-        if encoding in ("int8", "uint8"):
-            steps = to_steps(vectors, self._ranges(vectors.shape[1], is_unit))
-        else:
-            steps = np.packbits(vectors > 0, axis=1)
-        if encoding in ("uint8", "ubinary"):
-            return {**result, "embedding_uint8": steps}
-        return {**result, "embedding_int8": (steps ^ np.uint8(0x80)).view(np.int8)}
+        needs_ranges = encoding in ("int8", "uint8")
+        ranges = self._ranges(vectors.shape[1], is_unit) if needs_ranges else None
+        codes = quantize(vectors, encoding, ranges)
+        return {**result, f"embedding_{codes.dtype}": codes}
 
     def _ranges(self, size: int, is_unit: bool) -> NDArray[np.float32]:
         if is_unit and size in self._of_units:
@@ -93,14 +90,21 @@ def to_unit_length(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.asarray(vectors / np.maximum(length, 1e-12), dtype=np.float32)
 
 
-def to_steps(vectors: NDArray[np.float32], ranges: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """Return the index of each element among 255 equal steps from its minimum to its maximum.
+def quantize(
+    vectors: NDArray[np.float32], encoding: str, ranges: NDArray[np.float32] | None
+) -> NDArray[np.uint8] | NDArray[np.int8]:
+    """Return vectors as `quantize_embeddings` of sentence-transformers encodes them.
 
     Args:
         vectors: FP32 ``[n, d]``.
-        ranges: Minimum and maximum of each element, FP32 ``[2, d]``.
+        encoding: ``int8`` or ``uint8``, or of bits ``binary`` or ``ubinary``.
+        ranges: Minimum and maximum of each element, FP32 ``[2, d]``, between which are 255 equal
+            steps; None for bits.
     """
-    steps = (ranges[1] - ranges[0]) / np.float32(255)
-    steps = np.where(steps == 0, np.float32(1), steps)
-    index = np.clip(np.floor((vectors - ranges[0]) / steps), 0, 255)
-    return np.asarray(index, dtype=np.uint8)
+    if ranges is None:
+        codes = np.packbits(vectors > 0, axis=1)
+    else:
+        steps = (ranges[1] - ranges[0]) / np.float32(255)
+        steps = np.where(steps == 0, np.float32(1), steps)
+        codes = np.clip(np.floor((vectors - ranges[0]) / steps), 0, 255).astype(np.uint8)
+    return codes if encoding in ("uint8", "ubinary") else (codes ^ np.uint8(0x80)).view(np.int8)

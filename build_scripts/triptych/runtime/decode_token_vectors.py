@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from .decode_embeddings import RANGES_FILE, to_steps
+from .decode_embeddings import RANGES_FILE, quantize
 from .request_errors import RequestError
 from .row_metadata import OUTSIDE
 from .row_types import Arrays, Metadata, Parameters
@@ -54,18 +54,13 @@ class TokenVectorDecoder:
     def _encoded(self, vectors: NDArray[np.float32], encoding: str) -> NDArray[np.generic]:
         """Return vectors ``[tokens, dim]`` as `quantize_embeddings` encodes them."""
         if encoding in _OUTPUTS:
-            return vectors.astype(encoding.replace("float16", "f2").replace("float", "f4"))
-        if encoding in ("binary", "ubinary"):
-            steps = np.packbits(vectors > 0, axis=1)
-        elif self._ranges is None:
+            return vectors.astype(np.float32 if encoding == "float" else np.float16)
+        needs_ranges = encoding in ("int8", "uint8")
+        if needs_ranges and self._ranges is None:
             raise RequestError(
                 "parameter encoding",
                 "must not be int8 or uint8, because the build has no ranges for them",
                 encoding,
                 "Build with two or more different texts in traffic.jsonl",
             )
-        else:
-            steps = to_steps(vectors, self._ranges)
-        if encoding in ("uint8", "ubinary"):
-            return steps
-        return (steps ^ np.uint8(0x80)).view(np.int8)
+        return quantize(vectors, encoding, self._ranges if needs_ranges else None)

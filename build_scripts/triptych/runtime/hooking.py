@@ -255,7 +255,7 @@ class RowForm:
             result = (
                 _texts(values, as_json=output["json"])
                 if output["dtype"] == "BYTES"
-                else _numbers(values, NUMPY_TYPES[output["dtype"]])
+                else cast_numbers(np.array(values), NUMPY_TYPES[output["dtype"]])
             )
         except (TypeError, ValueError, OverflowError) as error:
             raise RuntimeError(
@@ -286,16 +286,26 @@ def _texts(rows: Sequence[Any], *, as_json: bool) -> NDArray[np.object_]:
     return result
 
 
-def _numbers(rows: Sequence[Any], dtype: type[np.generic]) -> NDArray[np.generic]:
-    """Return rows of numbers as `dtype`; raise an error if a number does not fit."""
-    given = np.array(rows)
-    if given.size and not np.can_cast(given.dtype, dtype, "same_kind"):
-        raise TypeError(f"elements must be {dtype.__name__}, not {given.dtype}")
-    result = given.astype(dtype)
-    if np.issubdtype(dtype, np.integer) and (bad := result != given).any():
+def cast_numbers(array: NDArray[np.generic], dtype: type[np.generic]) -> NDArray[np.generic]:
+    """Return numbers as `dtype`.
+
+    Raises:
+        TypeError: The elements are of another kind, such as floats for integers.
+        ValueError: An integer is out of the range of `dtype`.
+    """
+    if array.dtype == dtype:
+        return array
+    same = np.can_cast(array.dtype, dtype, "same_kind")
+    is_int = np.issubdtype(dtype, np.integer) and array.dtype.kind in "iu"
+    is_float = np.issubdtype(dtype, np.floating) and array.dtype.kind in "iu"
+    if array.size and not (same or is_int or is_float):
+        given = "text" if array.dtype.kind in "US" else array.dtype
+        raise TypeError(f"must have elements of type {dtype.__name__}, not {given}")
+    result = array.astype(dtype)
+    if is_int and (bad := result != array).any():
         limits = np.iinfo(dtype)  # type: ignore[type-var]
         words = f"{dtype.__name__}, from {limits.min} to {limits.max}"
-        raise ValueError(f"elements must be {words}, not {given[bad][0]}")
+        raise ValueError(f"must have elements of type {words}, not {array[bad][0]}")
     return result
 
 

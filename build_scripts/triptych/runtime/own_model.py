@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .bucketing import pad_tensors
-from .hooking import FORWARDED_PREFIX, NUMPY_TYPES, find_hook
+from .hooking import FORWARDED_PREFIX, NUMPY_TYPES, cast_numbers, find_hook
 from .request_errors import RequestError, StepError
 from .row_types import Arrays, CoreRows, Metadata, Parameters, RowInputs
 
@@ -218,29 +218,6 @@ def _check_shape(found: Sequence[int], wanted: Sequence[int | str]) -> None:
     )
     if not fits:
         raise ValueError(f"must have the shape {list(wanted)} in each row, it has {list(found)}")
-
-
-def cast_numbers(array: NDArray[np.generic], dtype: type[np.generic]) -> NDArray[np.generic]:
-    """Return numbers as `dtype`.
-
-    Raises:
-        TypeError: The elements are of another kind, such as floats for integers.
-        ValueError: An integer is out of the range of `dtype`.
-    """
-    if array.dtype == dtype:
-        return array
-    same = np.can_cast(array.dtype, dtype, "same_kind")
-    is_int = np.issubdtype(dtype, np.integer) and array.dtype.kind in "iu"
-    is_float = np.issubdtype(dtype, np.floating) and array.dtype.kind in "iu"
-    if array.size and not (same or is_int or is_float):
-        given = "text" if array.dtype.kind in "US" else array.dtype
-        raise TypeError(f"must have elements of type {dtype.__name__}, not {given}")
-    result = array.astype(dtype)
-    if is_int and (bad := result != array).any():
-        limits = np.iinfo(dtype)  # type: ignore[type-var]
-        words = f"{dtype.__name__}, from {limits.min} to {limits.max}"
-        raise ValueError(f"must have elements of type {words}, not {array[bad][0]}")
-    return result
 
 
 Function = Callable[..., Any]

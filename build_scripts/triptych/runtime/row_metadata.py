@@ -44,11 +44,6 @@ def pack_metadata(row_metadata: RowMetadata) -> bytes:
     return header + offsets + kinds + text + row_metadata.ids.tobytes()
 
 
-def metadata_tensor(rows: Sequence[bytes]) -> NDArray[np.object_]:
-    """Return the packed metadata of model rows as BYTES ``[n, 1]``."""
-    return np.array(rows, np.object_).reshape(-1, 1)
-
-
 def unpack_metadata(data: bytes) -> RowMetadata:
     row, tokens, size = _HEADER.unpack_from(data)
     start = _HEADER.size

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from .row_metadata import OUTSIDE, WORD_START, RowMetadata, metadata_tensor, pack_metadata
-from .row_types import CoreRows, Row
+from .row_metadata import OUTSIDE, WORD_START, RowMetadata, pack_metadata
+from .row_types import Row
 from .rows_text import Input, PlainTextRowMaker
 
 
@@ -20,11 +20,6 @@ class IdentifiedRowMaker(PlainTextRowMaker):
             self.row(encoding, _metadata_of(number, encoding.ids))
             for number, encoding in enumerate(encodings)
         ]
-
-    def tensors(self, rows: Sequence[Row]) -> CoreRows:
-        made = super().tensors(rows)
-        made.tensors["row_metadata"] = metadata_tensor([row.metadata for row in rows])
-        return made
 
 
 def _metadata_of(number: int, ids: Sequence[int]) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .request_errors import RequestError
-from .row_metadata import OUTSIDE, WORD_START, RowMetadata, metadata_tensor, pack_metadata
+from .row_metadata import OUTSIDE, WORD_START, RowMetadata, pack_metadata
 from .row_types import CoreRows, Row, RowInputs, make_int32
 from .rows_text import PlainTextRowMaker
 
@@ -48,7 +48,6 @@ class RoleRowMaker(PlainTextRowMaker):
 
     def tensors(self, rows: Sequence[Row]) -> CoreRows:
         made = super().tensors(rows)
-        made.tensors["row_metadata"] = metadata_tensor([row.metadata for row in rows])
         if self._fills:
             made.tensors["attended_length"] = make_int32(
                 [row.attended or len(row.ids) for row in rows]

@@ -17,10 +17,9 @@ from .row_metadata import (
     WORD_INSIDE,
     WORD_START,
     RowMetadata,
-    metadata_tensor,
     pack_metadata,
 )
-from .row_types import CoreRows, Row, RowInputs
+from .row_types import Row, RowInputs
 from .rows_pairs import PairForm, check_filled
 from .rows_text import Input, TokenRowMaker
 
@@ -97,19 +96,10 @@ def word_offsets(
     return np.repeat(runs, length, axis=0)
 
 
-class SpanRowMaker(TokenRowMaker):
-    """Row maker whose rows have metadata, which go past the core."""
+class OffsetRowMaker(TokenRowMaker):
+    """Row maker of texts; the metadata of a row is its text, offsets and token kinds."""
 
     offsets = True
-
-    def tensors(self, rows: Sequence[Row]) -> CoreRows:
-        made = super().tensors(rows)
-        made.tensors["row_metadata"] = metadata_tensor([row.metadata for row in rows])
-        return made
-
-
-class OffsetRowMaker(SpanRowMaker):
-    """Row maker of texts; the metadata of a row is its text, offsets and token kinds."""
 
     def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
         super().__init__(settings, folder)
@@ -142,9 +132,10 @@ class OffsetRowMaker(SpanRowMaker):
 MAX_STRIDE = 128
 
 
-class WindowRowMaker(SpanRowMaker):
+class WindowRowMaker(TokenRowMaker):
     """Row maker of questions and contexts; metadata of a window is the position of its words."""
 
+    offsets = True
     strategy = "only_second"
 
     def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:

@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, normalizers
 
@@ -189,6 +190,9 @@ class TokenRowMaker(ABC):
             tensors["first_segment"] = make_int32([row.first_segment for row in rows])
         if self.prompt_end_ids is not None:
             tensors["prompt_length"] = make_int32([row.prompt for row in rows])
+        if rows[0].metadata:
+            metadata = [row.metadata for row in rows]
+            tensors["row_metadata"] = np.array(metadata, np.object_).reshape(-1, 1)
         width = tensors["input_ids"].shape[1]
         return CoreRows(tensors, width)
 
