@@ -1,8 +1,16 @@
 """Requests for generated text and their answers, without a model: prompts, streams, batches."""
 
+import asyncio
+import importlib
 import json
 import random
+import sys
+from collections.abc import AsyncGenerator
 from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -10,6 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tests.support.generation_cases import TEMPLATE, TEXTS, byte_pairs, metaspace
 from triptych.runtime import engine_vllm
 from triptych.runtime.engine_ctranslate2 import next_batch
+from triptych.runtime.engine_queue import EngineQueue
 from triptych.runtime.generation_messages import (
     CONTEXT_TOKENS,
     CoreChunk,
@@ -307,3 +316,50 @@ def test_vllm_has_room_for_all_adapters_and_a_spare_place_on_a_processor() -> No
     room = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 32}
     assert engine_vllm.room_for_adapters({"a": 8, "b": 17}, spare=False) == room
     assert engine_vllm.room_for_adapters({"a": 8, "b": 17}, spare=True) == {**room, "max_loras": 3}
+
+
+class SlowToEnd:
+    """An engine that gives no token, and takes a while to end a request."""
+
+    ended = 0
+
+    async def generate(self, *_: object) -> AsyncGenerator[Delta, None]:
+        try:
+            await asyncio.Event().wait()
+            yield Delta([])
+        finally:
+            await asyncio.sleep(0.02)
+            self.ended += 1
+
+
+def test_a_request_that_is_canceled_twice_ends_once_and_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("triptych.runtime.engine", "triton_python_backend_utils"):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    module: Any = importlib.import_module("triptych.runtime.generation_core")
+    sent: list[dict[str, Any]] = []
+
+    async def cancel_twice() -> SlowToEnd:
+        core = object.__new__(module.TritonPythonModel)
+        engine = SlowToEnd()
+        vars(core).update(
+            _loop=asyncio.get_running_loop(), _queue=EngineQueue(1), _engine=engine, _death=None,
+            _tasks={}, _streams={}, _keys={}, _early={}, _outbox=SimpleQueue(), _unsettled=0,
+            _in_flight=SimpleNamespace(acknowledged=lambda: 1, wait=lambda *_: None),
+            _metrics=SimpleNamespace(count_end=lambda _: None),
+            _send=lambda _, **chunk: sent.append(chunk),
+        )  # fmt: skip
+        stream = module._RequestStream(None, Opening(True, [], [], 1), "")
+        core._streams[stream.key] = stream
+        core._begin(stream, [1], Order({"priority": None}, True))
+        task = core._tasks[stream.key]
+        await asyncio.sleep(0.01)
+        for _ in range(2):
+            core._cancel(stream.key)
+            await asyncio.sleep(0.01)
+        await task
+        return engine
+
+    assert asyncio.run(cancel_twice()).ended == 1
+    assert sent == [{"finish": "cancelled"}]

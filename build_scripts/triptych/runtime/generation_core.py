@@ -74,12 +74,14 @@ class _RequestStream:
         sent_at: Time of the last chunk, by `time.monotonic`.
         number: Number of that chunk among the chunks of all streams; 0 before the first.
         is_counted: Whether metrics include it.
+        is_canceled: Whether its task has been canceled.
         age_s: Age with which it got a place in the engine, until its first token is received or its
             client has left; None if no other one waited.
         begun_at: Time of the first token, by `time.monotonic`.
     """
 
     is_counted = True
+    is_canceled = False
     age_s: float | None = None
     begun_at = math.inf
 
@@ -322,7 +324,9 @@ class TritonPythonModel:
 
     def _cancel(self, key: str) -> None:
         task = self._tasks.get(key)
-        if task is not None:
+        # Once: another time would interrupt the end of its work in the engine.
+        if task is not None and not self._streams[key].is_canceled:
+            self._streams[key].is_canceled = True
             # Not immediately: a task that has not begun would end without its last response.
             self._loop.call_soon(task.cancel)
 
