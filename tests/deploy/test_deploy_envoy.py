@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.local_envoy import envoy_command
 from tests.support.certificates import write_certificate
 from tests.support.deploy_cases import (
@@ -25,10 +27,27 @@ from tests.support.deploy_cases import (
 from tests.support.http_pages import comes_true, page
 from triptych.base.explained import plain
 from triptych.deploy.context import Manifests
-from triptych.deploy.envoy import ADMIN_SOCKET
+from triptych.deploy.envoy import (
+    ADMIN_SOCKET,
+    EndpointNames,
+    Listen,
+    bootstrap,
+    proxy_settings,
+)
 from triptych.deploy.kubernetes import DRAIN_PORT, PORTS
 from triptych.deploy.targets import make_manifests
 from triptych.serving.ports import reserve_ports
+
+
+def test_a_collector_is_checked_with_the_authorities_of_envoys_image(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", "/home/someone/ca.pem")  # of this machine, no container's
+    ports, replicas = Listen("0.0.0.0", 1, 2, 3), EndpointNames("replicas", 1, 2)
+    settings = proxy_settings(replicas=2, max_request_mib=1)
+    collector = "https://collector.example.com"
+    made = bootstrap(settings, ports, replicas, ["p"], collector=collector)
+    assert '"trusted_ca": {"filename": "/etc/ssl/certs/' in json.dumps(plain(made))
 
 
 def manifests(folder: Path, **changes: Any) -> Manifests:

@@ -439,10 +439,7 @@ def assigned(cluster: str, addresses: Iterable[tuple[str, int]]) -> dict[str, ob
 
 
 def _collector_cluster(url: str) -> dict[str, object]:
-    """Return the cluster of a collector of OpenTelemetry, by its URL.
-
-    Its certificate is checked with the authorities of `SSL_CERT_FILE`, or those of the system.
-    """
+    """Return the cluster of a collector of OpenTelemetry, by its URL."""
     parts = urlsplit(url)
     host, is_encrypted = str(parts.hostname), parts.scheme == "https"
     cluster: dict[str, object] = {
@@ -454,7 +451,6 @@ def _collector_cluster(url: str) -> dict[str, object]:
         ),
     }
     if is_encrypted:
-        authorities = os.environ.get("SSL_CERT_FILE", _AUTHORITIES)
         is_address = _is_address(host)
         cluster["transport_socket"] = {
             "name": "envoy.transport_sockets.tls",
@@ -463,7 +459,7 @@ def _collector_cluster(url: str) -> dict[str, object]:
                 **({} if is_address else {"sni": host}),
                 "common_tls_context": {
                     "validation_context": {
-                        "trusted_ca": {"filename": authorities},
+                        "trusted_ca": {"filename": _AUTHORITIES},
                         "match_typed_subject_alt_names": [
                             {
                                 "san_type": "IP_ADDRESS" if is_address else "DNS",
