@@ -37,7 +37,7 @@ from triptych.deploy.assumptions import (
     assume_memory,
     core_files_mib,
 )
-from triptych.deploy.checks import CHECKS, check_manifests
+from triptych.deploy.checks import CHECKS, check_manifests, objects
 from triptych.deploy.checks.pods import BuildInfo
 from triptych.deploy.context import Manifests, read_context
 from triptych.deploy.folder import write_manifests
@@ -425,24 +425,29 @@ def test_other_gpus_and_names_of_metrics_are_found_in_manifests_of_generation(
     assert "Did you mean `triptych_generation_waiting`?" in told["metric-known"]
 
 
-def test_what_cannot_be_read_is_a_finding(tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (helm,) = found_in(tmp_path, "kind: {{ .Values.kind }}\n  x: [")
     (broken,) = found_in(tmp_path, "kind: [")
     (tmp_path / "kustomization.yaml").write_text("resources: [none.yaml]\n")
+    (tmp_path / "folder.yaml").mkdir()
     (missing,) = check_manifests(tmp_path)
-    assert {one.id for one in (helm, broken, missing)} == {"manifest-readable"}
+    with monkeypatch.context() as patched:
+        patched.setattr(objects, "_KUBECTL_S", 0.0)
+        (late,) = check_manifests(tmp_path)
+    assert {one.id for one in (helm, broken, missing, late)} == {"manifest-readable"}
+    assert "takes longer than" in late.given
     assert "helm template" in helm.remedy
     assert "Fix the YAML" in broken.remedy
     with pytest.raises(UserError, match="a folder of manifests"):
         check_manifests(tmp_path / "none")
     # Broken in every place: findings, no traceback.
     for value in (None, 3, "text", [], [3]):
-        objects = [{**one, "spec": value} for one in spoiled({})]
-        found_in(tmp_path / "odd", yaml.safe_dump_all(objects))
-        objects = spoiled({})
-        (container,) = objects[0]["spec"]["template"]["spec"]["containers"]
+        made = [{**one, "spec": value} for one in spoiled({})]
+        found_in(tmp_path / "odd", yaml.safe_dump_all(made))
+        made = spoiled({})
+        (container,) = made[0]["spec"]["template"]["spec"]["containers"]
         container |= dict.fromkeys(container.keys() - {"image"}, value)
-        found_in(tmp_path / "odd", yaml.safe_dump_all(objects))
+        found_in(tmp_path / "odd", yaml.safe_dump_all(made))
 
 
 def test_the_command_line_tells_findings_and_ends_as_lint_does(tmp_path: Path) -> None:

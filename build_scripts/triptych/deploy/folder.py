@@ -28,9 +28,9 @@ def write_manifests(out: Path, files: Mapping[str, object]) -> None:
     Raises:
         UserError: `out` is not writable, or holds a file that a user wrote or changed.
     """
-    _check_own(out)
     parent = out.resolve().parent
     with os_errors_as_user_errors(out):
+        _check_own(out)
         parent.mkdir(parents=True, exist_ok=True)
         with scratch_folder(f".{out.name}-", parent) as scratch:
             for path, document in files.items():

