@@ -13,9 +13,10 @@ import psutil
 
 from triptych.serving.bench import perf_analyzer
 from triptych.serving.bench.perf_analyzer import Duration, RequestForm
-from triptych.serving.bench.resources import SERVER, instance_model, name_process, process_tree
+from triptych.serving.bench.resources import instance_model, name_process, process_tree
 from triptych.serving.bench.results import OfferedLoad
 from triptych.serving.bench.statistics import STEPS, ServerCounts
+from triptych.serving.orphan_cleanup import SERVER
 
 CLIENT, TOTAL = "core-ms client", "core-ms"
 _SWITCHES = re.compile(r"ctxt_switches:\s+(\d+)")

@@ -10,7 +10,7 @@ from .row_metadata import OUTSIDE
 from .row_types import Arrays, Metadata, Parameters
 
 WITHOUT_VECTORS = -1e9
-"""As in sentence-transformers, and a number that JSON has."""
+"""Score of a passage without vectors, as in sentence-transformers; JSON has no infinity."""
 
 
 class MaxSimilarityDecoder:

@@ -247,11 +247,6 @@ class FlowControl:
         return self._core_s if self._is_parallel else 0.0
 
     @property
-    def _patient_s(self) -> float:
-        """Age from which on a request is patient."""
-        return PATIENT * (self._limit_s + self._core_s)
-
-    @property
     def _free_marks(self) -> int:
         """Number of requests that may be handed over beside those that are in the core."""
         return MARKS - PROBE_MARKS - len(self._handed_over)
@@ -264,6 +259,7 @@ class FlowControl:
         """Take the jobs that the core gets now, about `room` rows, out of the queue."""
         waiting, chosen = self._waiting, list[Any]()
         first = self._first_younger(now, self._limit_s)
+        patient_s = PATIENT * (self._limit_s + self._core_s)
         free = self._free_marks
         while room > 0 and waiting and len(chosen) < free:
             if first >= len(waiting) and room <= self._max_rows / 2:
@@ -272,7 +268,7 @@ class FlowControl:
             index = min(first, len(waiting) - 1)
             if self._turn == 0:
                 index = len(waiting) - 1
-            elif self._turn == TURNS // 2 and now - waiting[0].since > self._patient_s:
+            elif self._turn == TURNS // 2 and now - waiting[0].since > patient_s:
                 index = 0
             job = waiting.pop(index).job
             job.is_newest = self._turn == 0

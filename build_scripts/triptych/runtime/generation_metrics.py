@@ -50,12 +50,10 @@ _BOUNDS_MS: Mapping[str, tuple[float, ...]] = {
 }
 
 
-def _list_names() -> tuple[str, ...]:
-    parts = [f"{each}_seconds_{part}" for each in LATENCY_METRICS for part in PARTS]
-    return tuple(f"{PREFIX}_{name}" for name in (*GAUGES, *COUNTERS, *parts))
-
-
-NAMES = _list_names()
+NAMES = (
+    *(f"{PREFIX}_{name}" for name in (*GAUGES, *COUNTERS)),
+    *(f"{PREFIX}_{name}_seconds_{part}" for name in LATENCY_METRICS for part in PARTS),
+)
 """Names of all series."""
 
 

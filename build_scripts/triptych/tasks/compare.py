@@ -80,8 +80,8 @@ def spearman(got: Floats, wanted: Floats) -> float | None:
 
     Returns:
         1.0 if all agree, 0.0 if the candidate's values are constant, -1.0 if a value is not
-        finite. None
-        if there is no order: fewer than two values, or a constant reference that differs.
+        finite. None if there is no order: fewer than two values, or a constant reference that
+        differs.
     """
     if len(wanted) < 2:
         return None
@@ -204,9 +204,8 @@ def compare_labels(
     """Return `LABEL_METRICS`; badness is the difference of a score, plus 1 for another first label.
 
     Scores of a regression may be large: differences are relative to the reference's largest score
-    if
-    that is above 1. With a `threshold`, above which labels are returned, their sets must agree. A
-    label of one list alone then has the threshold as its score in the other one.
+    if that is above 1. With a `threshold`, above which labels are returned, their sets must agree.
+    A label of one list alone then has the threshold as its score in the other one.
     """
     pairs = _read(got, wanted, "label")
     if threshold is not None:

@@ -29,8 +29,7 @@ RESAMPLES = 2000
 SEED = 20240601
 LOSSES_TO_SHOW = 6
 """Number of units that must be lost, and none won, for an interval below zero: as in a sign test
-at 5 %.
-"""
+at 5 %."""
 
 _BLOCK = 1_000_000
 
@@ -56,9 +55,8 @@ def difference_interval(
 
     Both figures are computed on the same resamples. If only a few units differ, resampling alone
     treats four losses without a win as certain. Each resample therefore gets additional random
-    wins
-    and losses (one of each on average), as large as the largest effect of one unit: the resampling
-    form of adding one win and one loss to a paired comparison.
+    wins and losses (one of each on average), as large as the largest effect of one unit: the
+    resampling form of adding one win and one loss to a paired comparison.
 
     Args:
         reference: Figure of the reference.
@@ -262,9 +260,8 @@ def compare_labeled(
     """Compare a candidate with the reference on labeled rows.
 
     The candidate fails if the whole 95 % interval of candidate minus reference is below
-    `-max_drop`,
-    so that noise is not called a loss. It also fails if no loss could be seen: the reference is
-    never right, or no row is meaningful.
+    `-max_drop`, so that noise is not called a loss. It also fails if no loss could be seen: the
+    reference is never right, or no row is meaningful.
 
     Args:
         metric: Measure of the task.
@@ -319,7 +316,8 @@ def _failure(result: LabeledResult) -> str:
     return ""
 
 
-def _mean(values: Sequence[float]) -> tuple[Statistic, int]:
+def mean_of(values: Sequence[float]) -> tuple[Statistic, int]:
+    """Return the mean over units with a value each, and the number of units."""
     return ratio(np.array(values, dtype=np.float64), np.ones(len(values))), len(values)
 
 
@@ -328,7 +326,7 @@ def _accuracy(name: str) -> Measure:
 
     def measure(rows: Sequence[LabeledRow], outputs: Sequence[Outputs]) -> tuple[Statistic, int]:
         firsts = [read_choices(output, name).first.strip() for output in outputs]
-        return _mean([first == row.truth for first, row in zip(firsts, rows, strict=True)])
+        return mean_of([first == row.truth for first, row in zip(firsts, rows, strict=True)])
 
     return measure
 
@@ -349,7 +347,7 @@ def _answer_f1(rows: Sequence[LabeledRow], outputs: Sequence[Outputs]) -> tuple[
         answer = read_answer(output)
         best = max(word_f1(answer.text, right) for right in row.truth)
         values.append(best if answer.usable else 0.0)
-    return _mean(values)
+    return mean_of(values)
 
 
 def _reciprocal_rank(
@@ -358,8 +356,7 @@ def _reciprocal_rank(
     """Return the mean over queries of 1 / rank of the first relevant passage.
 
     Passages with equal scores share their mean rank; a score that is not finite ranks last.
-    Queries
-    without a relevant or without another passage are ignored.
+    Queries without a relevant or without another passage are ignored.
     """
     scores = np.array([_score(output) for output in outputs])
     relevant = np.array([row.truth for row in rows])
@@ -368,7 +365,7 @@ def _reciprocal_rank(
         good, bad = scores[places][relevant[places]], scores[places][~relevant[places]]
         before, level = (bad > good.max()).sum(), (bad == good.max()).sum()
         values.append(float(1 / (1 + before + level / 2)))
-    return _mean(values)
+    return mean_of(values)
 
 
 def _score(outputs: Outputs) -> float:

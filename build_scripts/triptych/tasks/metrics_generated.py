@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
-
 from triptych.tasks.compare import Outputs, Statistic, texts
-from triptych.tasks.labeled import LabeledMetric, LabeledRow, Measure, Truth, ratio
+from triptych.tasks.labeled import LabeledMetric, LabeledRow, Measure, Truth, mean_of
 
 OUTPUT = "text_output"
 
@@ -56,7 +54,7 @@ def _best(score: Callable[[str, str], float]) -> Measure:
             max(score("".join(texts(output, OUTPUT)), right) for right in row.truth)
             for output, row in zip(outputs, rows, strict=True)
         ]
-        return ratio(np.array(values, dtype=np.float64), np.ones(len(values))), len(values)
+        return mean_of(values)
 
     return measure
 

@@ -195,15 +195,7 @@ def _totals(before: BenchResult, after: BenchResult) -> tuple[MetricChange, ...]
         old, new = before.rate.highest_per_s, after.rate.highest_per_s
         found.append(MetricChange("highest rate/s", old, new, ratio, weight))
     first, last = before.cost, after.cost
-    if (
-        first
-        and last
-        and (first.currency, first.price_per_hour)
-        == (
-            last.currency,
-            last.price_per_hour,
-        )
-    ):
+    if first and last and first.has_price_of(last):
         was, now = first.per_million, last.per_million
         # The cost derives from the rate, so it has the same significance.
         weight = found[0].weight if found else "cannot tell"

@@ -338,11 +338,11 @@ def _check(requests: Sequence[Request], load: OfferedLoad) -> None:
     if not requests:
         raise UserError("requests", "must not be empty", remedy="Add lines to the traffic file")
     if load.kind == "concurrency" and load.value < 1:
-        raise UserError("concurrency", "must be at least 1", given=load.value)
+        raise UserError("concurrency", "must be at least 1", given=load.value, remedy="Raise it")
     if load.value <= 0:
-        raise UserError("rate", "must be above 0", given=load.value)
+        raise UserError("rate", "must be above 0", given=load.value, remedy="Raise it")
     if load.burst < 1:
-        raise UserError("burst", "must be at least 1", given=load.burst)
+        raise UserError("burst", "must be at least 1", given=load.burst, remedy="Raise it")
 
 
 def _load_arguments(load: OfferedLoad, seconds: float, scratch: Path) -> list[str]:

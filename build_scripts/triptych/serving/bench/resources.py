@@ -17,6 +17,7 @@ import psutil
 
 from triptych.base.errors import UserError
 from triptych.serving.bench.results import GpuUse, ProcessUse, Resources
+from triptych.serving.orphan_cleanup import SERVER
 
 MetricSample = tuple[str, dict[str, str], float]
 """Name of the metric, its labels, its value."""
@@ -34,7 +35,8 @@ def read_metrics(text: str) -> list[MetricSample]:
     from prometheus_client.parser import text_string_to_metric_families
 
     samples: list[MetricSample] = []
-    for line in text.splitlines():  # one by one, because the parser stops at an invalid line
+    # Line by line, because the parser stops at the first invalid line.
+    for line in text.splitlines():
         if line.strip() and not line.startswith("#"):
             try:
                 (family,) = text_string_to_metric_families(line)
@@ -64,7 +66,6 @@ def fetch_metrics(metrics_url: str) -> list[MetricSample]:
         ) from error
 
 
-SERVER = "tritonserver"
 CLIENT = "perf_analyzer"
 EVERY_S = 0.3
 MEMORY_EVERY = 3

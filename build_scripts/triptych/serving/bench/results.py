@@ -330,15 +330,17 @@ class Cost:
     rate_per_s: float  # sustained rate of one device, within the SLO
     price_per_hour: float  # price of one device
     per_million: float
-    monthly: (
-        float | None
-    )  # monthly cost at `daily_requests`, with whole machines; None without a volume
+    monthly: float | None  # at `daily_requests`, with whole machines; None without a volume
     machines: int | None  # machines for `peak_per_s` with `headroom`; None without a peak
     currency: str
     daily_requests: float | None
     peak_per_s: float | None
     headroom: float  # unused share of a machine's rate
     per_million_tokens: float | None = None  # cost per million generated tokens, prompts included
+
+    def has_price_of(self, other: Cost) -> bool:
+        """Return whether a device has the same price in both."""
+        return (self.currency, self.price_per_hour) == (other.currency, other.price_per_hour)
 
 
 @dataclass(frozen=True)
