@@ -6,7 +6,6 @@ Each folder also has the hashes of its files, so that a damaged entry is rebuilt
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -18,7 +17,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from triptych.base.errors import Progress, UserError
-from triptych.base.files import expand_home, os_errors_as_user_errors, sync, sync_folder
+from triptych.base.files import (
+    expand_home,
+    locked_folder,
+    os_errors_as_user_errors,
+    sync,
+    sync_folder,
+)
 
 CACHE_VARIABLE = "TRIPTYCH_CACHE"
 PACKAGE = Path(__file__).parents[1]
@@ -169,22 +174,11 @@ def _partial(parent: Path) -> Iterator[Path]:
     """
     parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as held:
-        with _locked(cache_root()):
+        with locked_folder(cache_root()):
             for left in cache_root().glob(f"*/{PARTIAL}*"):
-                with contextlib.suppress(OSError), _locked(left, wait=False):
+                with contextlib.suppress(OSError), locked_folder(left, wait=False):
                     shutil.rmtree(left)
             partial = Path(tempfile.mkdtemp(prefix=PARTIAL, dir=parent))
             held.callback(shutil.rmtree, partial, ignore_errors=True)
-            held.enter_context(_locked(partial))
+            held.enter_context(locked_folder(partial))
         yield partial
-
-
-@contextlib.contextmanager
-def _locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
-    """Lock a folder while the block runs; without `wait`, raise `BlockingIOError` if locked."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        yield
-    finally:
-        os.close(handle)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import secrets
@@ -76,16 +77,34 @@ def scratch_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
     """
     parent = parent or Path(tempfile.gettempdir())
     clear_scratch(prefix, parent)
-    with tempfile.TemporaryDirectory(prefix=f"{prefix}{os.getpid()}-", dir=parent) as name:
+    with (
+        tempfile.TemporaryDirectory(prefix=f"{prefix}{os.getpid()}-", dir=parent) as name,
+        locked_folder(Path(name)),
+    ):
         yield Path(name)
 
 
 def clear_scratch(prefix: str, parent: Path) -> None:
-    """Remove temporary folders of this prefix in `parent` whose processes have ended."""
+    """Remove temporary folders of this prefix in `parent` whose processes have ended.
+
+    The lock of a folder shows a process of another container, whose number says nothing here.
+    """
     for left in parent.glob(f"{prefix}*-*"):
         owner = left.name.removeprefix(prefix).partition("-")[0]
         if owner.isdecimal() and not Path("/proc", owner).exists():
-            shutil.rmtree(left, ignore_errors=True)
+            with contextlib.suppress(OSError), locked_folder(left, wait=False):
+                shutil.rmtree(left, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def locked_folder(folder: Path, *, wait: bool = True) -> Iterator[None]:
+    """Lock a folder while the block runs; without `wait`, raise `BlockingIOError` if locked."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        yield
+    finally:
+        os.close(handle)
 
 
 @contextlib.contextmanager
