@@ -99,7 +99,7 @@ def test_other_parameters_do_not_put_a_row_on_the_other_side(
     lines = [*map(json.dumps, [*texts(60), *rows])]
     (folder / "traffic.jsonl").write_text("\n".join(lines))
     tuned = Tuned({"core.max_batch_size": 16}, {})
-    write_tuned(folder, tuned, spec_file="pipeline.yaml")
+    write_tuned(folder, tuned)
     told: list[str] = []
     made = read_inputs(load_spec(folder), lambda stage, line: told.append(line))
     assert "core.max_batch_size=16 (tuned.yaml)" in told

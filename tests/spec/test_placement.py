@@ -142,7 +142,7 @@ def test_costs_that_tune_measured_replace_assumed_ones(tmp_path: Path) -> None:
     folder = write_pipeline(tmp_path / "a")
     costs = {"rows": 1.0, "preprocess": 3.67, "postprocess": 0}
     overrides = {"serving.queue.max_delay_us": 0}
-    write_tuned(folder, Tuned(overrides, {"costs": costs}), spec_file="pipeline.yaml")
+    write_tuned(folder, Tuned(overrides, {"costs": costs}))
     spec = load_spec(folder, ("serving.machine=h200x16", *GPU))
     placement = placement_of(make_plan(spec, facts(), text_embedding.TASK, {}, LENGTHS))
     assumed = placement_of(plan_on(tmp_path, "h200x16", *GPU)).costs

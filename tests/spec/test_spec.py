@@ -136,7 +136,7 @@ def test_what_is_written_is_read_and_wins_over_the_spec(folder: Path) -> None:
     overrides = {"core.max_batch_size": 64, "core.threads": None, "core.layout": "bucketed"}
     assert overrides.keys() <= set(TUNABLE)
     tuned = Tuned(overrides, {"slo": "p99 <= 5 ms"})
-    path = write_tuned(folder, tuned, spec_file="pipeline.yaml")
+    path = write_tuned(folder, tuned)
     assert "Delete this file" in path.read_text(encoding="utf-8")
     assert read_tuned(folder) == tuned
     spec = load_spec(folder)
@@ -152,15 +152,15 @@ def test_a_pipeline_that_generates_text_is_tuned_alike(tmp_path: Path) -> None:
     folder = generation_cases.write_pipeline(tmp_path / "talk", tmp_path / "model")
     overrides = {"core.max_num_seqs": 4, "core.enable_prefix_caching": False}
     tuned = Tuned(overrides, {"spec_sha256": sha256_of(folder / "pipeline.yaml")})
-    write_tuned(folder, tuned, spec_file="pipeline.yaml")
+    write_tuned(folder, tuned)
     spec = load_generation_spec(folder, ["core.max_num_seqs=8"])
     assert (spec.core.max_num_seqs, spec.core.enable_prefix_caching) == (8, False)
     assert spec.tuned == overrides
     assert load_generation_spec(folder, untuned=True).tuned == {}
-    said = describe_tuned(folder, tuned, spec_file="pipeline.yaml")
+    said = describe_tuned(folder, tuned)
     assert said == "core.max_num_seqs=4, core.enable_prefix_caching=False (tuned.yaml)"
     (folder / "pipeline.yaml").write_text("task: text-generation")
-    said = describe_tuned(folder, tuned, spec_file="pipeline.yaml")
+    said = describe_tuned(folder, tuned)
     assert "has changed since: run `triptych tune talk` again" in said
     (folder / TUNED_FILE).write_text("set: {core.max_batch_size: 8}")
     check_refused(

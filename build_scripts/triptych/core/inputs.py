@@ -39,7 +39,7 @@ from triptych.spec.fields import TRITON_AS_NONE, CoreSettings
 from triptych.spec.model_fields import CompiledSpec, files_of, is_own
 from triptych.spec.own_task import own_task
 from triptych.spec.plan import Layout, Plan, make_plan, max_length_of
-from triptych.spec.spec import SPEC_FILE, EncoderSpec
+from triptych.spec.spec import EncoderSpec
 from triptych.spec.traffic import TRAFFIC_FILE, TrafficRow, read_traffic
 from triptych.spec.tuned import Tuned, describe_tuned, read_tuned
 from triptych.tasks.catalog import find_task, text_classification, text_embedding
@@ -241,10 +241,6 @@ def read_inputs(spec: EncoderSpec, progress: Progress) -> PipelineInputs:
 
     Only the cache is written.
 
-    Args:
-        spec: Spec of the pipeline.
-        progress: Callback for what was read.
-
     Raises:
         UserError: The spec, the model, the hooks or the traffic has a mistake.
     """
@@ -368,11 +364,9 @@ def report_settings(spec: CompiledSpec, progress: Progress) -> None:
     """Report a flow control that is built as another one, and the settings from ``tuned.yaml``."""
     if spec.serving.flow_control == "triton" and not spec.serving.queue_policy_of_triton:
         progress("WARNING", f"serving.flow_control: {TRITON_AS_NONE}")
-    tuned = read_tuned(spec.folder) if spec.tuned else None
-    if tuned is None:
-        return
-    told = Tuned(spec.tuned, tuned.provenance)
-    progress("tuned", describe_tuned(spec.folder, told, spec_file=SPEC_FILE))
+    if spec.tuned and (found := read_tuned(spec.folder)):
+        told = Tuned(spec.tuned, found.provenance)
+        progress("tuned", describe_tuned(spec.folder, told))
 
 
 def _read_labeled(

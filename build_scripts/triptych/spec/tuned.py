@@ -16,6 +16,7 @@ import yaml
 from triptych.base.cache import sha256_of
 from triptych.base.errors import UserError
 from triptych.base.files import parse_yaml, write_files
+from triptych.spec.template import SPEC_FILE
 
 TUNED_FILE = "tuned.yaml"
 TUNABLE = (
@@ -102,32 +103,21 @@ def read_tuned(folder: Path, tunable: Sequence[str] = TUNABLE) -> Tuned | None:
     return Tuned(overrides, provenance)
 
 
-def write_tuned(folder: Path, tuned: Tuned, *, spec_file: str) -> Path:
+def write_tuned(folder: Path, tuned: Tuned) -> Path:
     """Write the file atomically and return its path."""
-    text = tuned_text(folder.name, tuned, spec_file=spec_file)
-    write_files(folder, {TUNED_FILE: text})
-    return folder / TUNED_FILE
-
-
-def describe_tuned(folder: Path, tuned: Tuned, *, spec_file: str) -> str:
-    """Return the values of the file as text, with a note if they were measured for another spec."""
-    changes = ", ".join(f"{key}={value}" for key, value in tuned.overrides.items())
-    measured_for = tuned.provenance.get("spec_sha256")
-    if measured_for in (None, sha256_of(folder / spec_file)):
-        return f"{changes} ({TUNED_FILE})"
-    again = f"{spec_file} has changed since: run `triptych tune {folder.name}` again"
-    return f"{changes} ({TUNED_FILE}; {again})"
-
-
-def tuned_text(pipeline: str, tuned: Tuned, *, spec_file: str) -> str:
-    """Return the content of the file.
-
-    Args:
-        pipeline: Name of the pipeline.
-        tuned: Values and their provenance.
-        spec_file: Name of the file of the spec.
-    """
     document = {"set": dict(tuned.overrides), "provenance": dict(tuned.provenance)}
     plain = json.loads(json.dumps(document))
     text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
-    return _HEAD.format(name=pipeline, spec=spec_file) + text
+    head = _HEAD.format(name=folder.name, spec=SPEC_FILE)
+    write_files(folder, {TUNED_FILE: head + text})
+    return folder / TUNED_FILE
+
+
+def describe_tuned(folder: Path, tuned: Tuned) -> str:
+    """Return the values of the file as text, with a note if they were measured for another spec."""
+    changes = ", ".join(f"{key}={value}" for key, value in tuned.overrides.items())
+    measured_for = tuned.provenance.get("spec_sha256")
+    if measured_for in (None, sha256_of(folder / SPEC_FILE)):
+        return f"{changes} ({TUNED_FILE})"
+    again = f"{SPEC_FILE} has changed since: run `triptych tune {folder.name}` again"
+    return f"{changes} ({TUNED_FILE}; {again})"

@@ -31,7 +31,6 @@ from triptych.runtime.prompts import Message, Prompts, read_conversation
 from triptych.runtime.request_errors import RequestError
 from triptych.runtime.sampling_parameters import ADAPTER, DEFAULTS, FIELD, check_sampling
 from triptych.spec.generation_fields import GenerationSpec, TextSpec
-from triptych.spec.spec import SPEC_FILE
 from triptych.spec.traffic import TRAFFIC_FILE, require_lines
 from triptych.spec.tuned import TUNABLE_GENERATION, Tuned, describe_tuned, read_tuned
 
@@ -256,7 +255,7 @@ def read_generation(spec: GenerationSpec, progress: Progress) -> GenerationInput
     lines = read_prompt_lines(spec.folder / TRAFFIC_FILE)
     if spec.tuned and (found := read_tuned(spec.folder, TUNABLE_GENERATION)):
         told = Tuned(spec.tuned, found.provenance)
-        progress("tuned", describe_tuned(spec.folder, told, spec_file=SPEC_FILE))
+        progress("tuned", describe_tuned(spec.folder, told))
     weights = find_weights(spec.model, spec.folder, progress)
     model = read_generation_model(weights, progress, spec.tokenizer.source)
     progress("source", f"{model.info.architecture}, from {spec.model.source}")

@@ -349,9 +349,7 @@ def _write(folder: Path, result: TuneResult, progress: Progress) -> None:
             (folder / TUNED_FILE).unlink()
             progress("tuned", f"{TUNED_FILE} removed, because the defaults are as good")
         return
-    path = write_tuned(
-        folder, Tuned(result.winner.overrides, _provenance(folder, result)), spec_file=SPEC_FILE
-    )
+    path = write_tuned(folder, Tuned(result.winner.overrides, _provenance(folder, result)))
     changes = ", ".join(f"{key}={value}" for key, value in result.winner.overrides.items())
     progress("tuned", f"{path}: {changes}")
 
@@ -377,7 +375,7 @@ def _write_proven(
         "before": {"score_per_s": round(proven.against or 0.0, 2)},
         "after": {"score_per_s": round(proven.score or 0.0, 2)},
     }
-    path = write_tuned(folder, Tuned(search.best.overrides, provenance), spec_file=SPEC_FILE)
+    path = write_tuned(folder, Tuned(search.best.overrides, provenance))
     changes = ", ".join(f"{key}={value}" for key, value in search.best.overrides.items())
     progress("tuned", f"{path}: {changes}: proven by the trials so far")
 
