@@ -84,7 +84,6 @@ def edge_texts(
     """Return edge-case texts in place of the example's last input, as far as they are accepted.
 
     Args:
-        reader: Reader of the pipeline.
         example: A request of the traffic.
         mask_token: Token to put in front of each text, if the task needs one.
     """
@@ -209,7 +208,6 @@ def probe_requests(
     time about another topic. Rows that a hook or the batch encoder rejects are omitted.
 
     Args:
-        reader: Reader of the pipeline.
         example: A request of the traffic, whose parameters are used.
         mask_token: Token that replaces a word, if the task needs one.
     """
@@ -327,9 +325,7 @@ def gate_rows(
     """Return the rows of a pipeline's gate and calibration.
 
     Args:
-        reader: Reader of the pipeline.
         requests: Requests of the traffic, with core rows.
-        images: Whether the task reads images.
         mask_token: Token to put in front of edge-case texts, if the task needs one.
         prompts: Text of each prompt by name; rows of the traffic are repeated with each of them.
         roles: Roles of texts, for which the same holds; the prompts are then those of the roles.
@@ -367,9 +363,7 @@ def device_rows(
     """Return edge cases and made-up rows, without values of the traffic.
 
     Args:
-        reader: Reader of the pipeline.
         example: A request of the traffic, whose inputs and parameters are replaced.
-        images: Whether the task reads images.
         mask_token: Token that replaces a word, if the task needs one.
     """
     made_labels = {

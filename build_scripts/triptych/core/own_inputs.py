@@ -64,10 +64,6 @@ MAX_APART = 1e-3
 def read_own_inputs(spec: ModelSpec, progress: Progress) -> PipelineInputs:
     """Read the graph, the functions and the traffic, and derive the plan.
 
-    Args:
-        spec: Spec of the pipeline.
-        progress: Callback for what was read.
-
     Raises:
         UserError: The spec, the graph, the functions or the traffic has a mistake.
     """
@@ -154,7 +150,6 @@ def with_chain(inputs: PipelineInputs, chain: Chain, rest: Sequence[GateRequest]
 
     Args:
         inputs: Inputs with the rows of the first model.
-        chain: The models and functions.
         rest: Requests whose rows calibrate a conversion.
 
     Raises:

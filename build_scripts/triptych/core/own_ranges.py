@@ -23,8 +23,6 @@ def with_ranges(found: Stages, spec: ModelSpec, progress: Progress) -> Stages:
     """Return the stages with the ranges of the inputs of their models.
 
     Args:
-        found: Functions and models.
-        spec: Spec of the pipeline.
         progress: Receives the ranges, and the inputs whose range cannot be derived.
     """
     stages = []

@@ -17,7 +17,6 @@ def describe_model(file: Path, factory: str) -> Described:
     """Return the interface of an ONNX file, or of a module that a Python file makes.
 
     Args:
-        file: The file.
         factory: Function or class in a Python file; empty for an ONNX file.
 
     Raises:

@@ -76,8 +76,6 @@ def find_stages(
     """Run the functions and models on requests to find all tensors between the steps.
 
     Args:
-        spec: Spec of the pipeline.
-        reader: Reader of its requests.
         requests: Requests of one row each.
         runs: Function that runs each model; that of a module is replaced by one that takes its
             `scalars`.
@@ -197,8 +195,6 @@ def find_interface(
     Args:
         own: Interface as the graph and the functions declare it.
         made: Results of `OwnReader.discover`, at least one.
-        spec: Spec of the pipeline.
-        run: Runs the graph.
 
     Raises:
         UserError: Rows differ in the size of an axis, or arrays do not fit the graph.

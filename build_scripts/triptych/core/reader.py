@@ -39,9 +39,6 @@ class RequestReader:
     """Makes requests of a pipeline, as its preprocess step will.
 
     Args:
-        spec: Spec of the pipeline.
-        task: Task of the pipeline.
-        info: Information on the model.
         tokenizer_folder: Folder with the ``tokenizer.json``; for images, any folder.
         before: The pipeline's function `hooks.before`, if it has one.
 
@@ -248,7 +245,6 @@ def check_line(
 
     Args:
         where: Name of the line or field, for errors.
-        given: Parameters of the line.
         rules: Rules of all parameters.
         defaults: Defaults of all parameters.
 

@@ -20,7 +20,6 @@ def read_roles(
     Args:
         transformer: Settings of the Transformer module, as `settings.ROLE_SETTINGS` names them.
         mask: Settings of the module MultiVectorMask.
-        tokenizer: Tokenizer of transformers.
         max_length: Maximum number of tokens of a text of the model.
 
     Raises:

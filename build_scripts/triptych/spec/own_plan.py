@@ -26,9 +26,6 @@ def make_own_plan(
     """Return the plan of a pipeline, or of one of its models.
 
     Args:
-        spec: Spec of the pipeline.
-        info: Information on the model.
-        task: Task of the pipeline.
         parameters: Defaults of the request parameters.
         sizes: Size of the free axis for each core row of the traffic; none without such an axis.
         graph: Interface of the model's graph. That of `info` may have the tensors of several.

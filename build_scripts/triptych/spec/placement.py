@@ -208,9 +208,7 @@ def place(
 
     Args:
         spec: Spec as the user wrote it, with tuned values.
-        info: Information about the model.
         lengths: Token lengths of the traffic; None if they are unknown.
-        machine: Machine that serves.
         row_mib: Memory of a row of maximum length in a batch on a GPU; None if unknown.
         most: Largest batch that was built; None if this plan is built.
 

@@ -81,7 +81,6 @@ def fit_graph(spec: str, target: Path, folder: Path, model: Described, samples: 
         spec: Text of the spec from a template.
         target: Folder with the other files of the template.
         folder: Folder that the pipeline will have.
-        model: The model.
         samples: Folder with `SAMPLES`.
     """
     hooks = target / HOOKS_FILE

@@ -177,7 +177,6 @@ def load_as(
     """Read ``folder/pipeline.yaml`` as one kind of spec.
 
     Args:
-        model: Class of the spec.
         folder: Folder of the pipeline.
         overrides: See `load_spec`.
         measured: Values of ``tuned.yaml`` by dotted key.

@@ -117,7 +117,6 @@ def require_lines(path: Path, form: str, rows: str = "real requests") -> list[Js
     """Return the lines of `read_lines`, at least one.
 
     Args:
-        path: File to read.
         form: Example of a line, for errors.
         rows: Description of the rows, for errors.
 

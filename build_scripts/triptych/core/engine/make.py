@@ -143,7 +143,6 @@ def make_engine(
             is no GPU to measure on.
         tell: Callback for the progress, called at intervals.
         look: Function that is called with the parsed network before the build.
-        request: Engine to build.
 
     Raises:
         OSError: The times cannot be written.

@@ -61,11 +61,9 @@ def check_engine(
 
     Args:
         run_feed: Function that runs one batch on the engine.
-        onnx: Path of the graph.
         rows: Rows of the traffic and edge cases.
         core: Description of the results of graph and engine.
         inputs: Names of the graph's inputs.
-        profiles: Profiles of the engine.
         precision: Precision of the engine, which decides the limits.
         tf32: Whether fp32 products may be rounded to TF32. The limits are then those of fp16.
     """

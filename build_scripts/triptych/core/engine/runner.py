@@ -283,7 +283,6 @@ class EngineRunner:
             to pad, so it has no graphs.
         profiles: Indices of the profiles to use; None for all.
         host_code: Whether to allow the program code that a version-compatible plan contains.
-        warn: Callback for warnings.
 
     Raises:
         EngineError: The plan, a profile, a graph or the GPU does not fit; nothing stays allocated.

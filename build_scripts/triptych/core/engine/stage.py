@@ -89,10 +89,8 @@ def find_reusable_engine(
 
     Args:
         repository: Folder of the models.
-        plan: Plan of the new build.
         previous: Build manifest of the active build.
         hashes: Hashes of the new build's files, without an engine.
-        planned: Engine plan of the new build.
     """
     folder = f"{plan.step('core')}/1"
     path, file = f"{folder}/{PLAN_FILE}", repository / folder / PLAN_FILE
@@ -163,7 +161,6 @@ def build_engine(repository: Path, name: str, progress: Progress) -> EngineResul
     Args:
         repository: Folder of the models.
         name: Name of the pipeline. If it shares a core, the owner's engine is built.
-        progress: Callback for the result of each stage.
 
     Raises:
         EngineFailure: The engine's results differ from the graph's.

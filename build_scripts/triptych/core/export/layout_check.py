@@ -101,10 +101,8 @@ def find_text_core(
 
     Args:
         model: Model, as `Core.auto_class` loads it.
-        info: Information about the model.
         core: Computation of the core.
         head: Head of the task on the vectors of tokens; None for the model's own head.
-        layout: Layout of the module.
 
     Raises:
         CannotPack: The layout is packed, and no way gives right results.

@@ -293,10 +293,8 @@ def find_own_graph(spec: ModelSpec, sha256: str, example: Arrays, progress: Prog
     """Return the user's ONNX file in the form of a core, or that of an exported module, cached.
 
     Args:
-        spec: Spec of the pipeline.
         sha256: Hash of the model.
         example: Inputs of the core for one row.
-        progress: Receives the result of an export.
     """
     if spec.model.onnx is not None:
         return served_file(spec)
@@ -328,10 +326,7 @@ def export_graph(
     """Return the user's model as the fp32 core of a pipeline, cached.
 
     Args:
-        plan: Plan of the pipeline.
-        spec: Spec of the pipeline.
         example: Inputs of the core for one row.
-        progress: Receives the result.
     """
     stage: dict[str, object] = {
         "model": plan.info.sha256,

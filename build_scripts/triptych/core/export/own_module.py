@@ -136,8 +136,6 @@ def find_scalars(
     """Return the inputs without a shape that a module takes as ``[batch]``: all, or none.
 
     Args:
-        spec: Spec of the pipeline.
-        module: The module.
         example: Inputs ``[1, ...]`` of one row.
         known: Names of the inputs without a shape.
 
@@ -261,7 +259,6 @@ def export_module(spec: ModelSpec, example: Mapping[str, Array], target: Path) -
     """Write ``target/model.onnx``: the module with a batch axis of variable size.
 
     Args:
-        spec: Spec of the pipeline.
         example: Arrays of one row.
         target: Folder of the file.
 

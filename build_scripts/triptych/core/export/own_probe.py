@@ -90,7 +90,6 @@ def probe_module(file: Path, factory: str, target: Path) -> tuple[dict[str, int]
         The number of the free axis by input, and the inputs of the shape ``[batch]``.
 
     Args:
-        file: Python file.
         factory: Function or class in it that makes the module without arguments.
         target: Folder for the graph.
 

@@ -63,13 +63,8 @@ def attend(
     """Return the attention of padded rows, ``[B, L, heads * d]``, for three tensors like it.
 
     Args:
-        query: Queries.
-        key: Keys.
-        value: Values.
         length: Number of keys of each row that count, INT32 ``[B]``.
         bias: Numbers added to the scores, ``[B or 1, heads or 1, L, L]``.
-        heads: Number of heads.
-        scale: Factor of the scores.
     """
     if torch.compiler.is_exporting():
         return _node(

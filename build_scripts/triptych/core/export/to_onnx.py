@@ -116,7 +116,6 @@ def convert(
     """Return a torch module as an `onnx.ModelProto` that computes the same in ONNX Runtime.
 
     Args:
-        graph: Module.
         examples: Tensors to trace with.
         shapes: Axes that vary, for each parameter of `forward`.
         inputs: Name of each tensor.
@@ -305,9 +304,6 @@ def export_model(
     """Export the model in the plan's layout.
 
     Args:
-        plan: Plan of the pipeline.
-        model_folder: Folder of the model.
-        progress: Callback for the result of each stage.
         plain: Reason to use operators of the ONNX standard alone; empty if there is none.
 
     Raises:

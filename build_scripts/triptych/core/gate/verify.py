@@ -336,7 +336,6 @@ def rules_of(inputs: PipelineInputs, precision: Precision, rounding: float | Non
     """Return the rules that the answers of a build must meet.
 
     Args:
-        inputs: Inputs of the pipeline.
         precision: Precision of the core that was built.
         rounding: PyTorch's rounding, see `GateResult`; None if unknown.
     """

@@ -58,7 +58,6 @@ class ConvolutionQuantizer:
 
     Args:
         source: The fp32 graph.
-        recipe: Recipe of the conversion.
         feeds: Calibration rows, one each.
 
     Raises:

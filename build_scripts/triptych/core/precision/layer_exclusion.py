@@ -273,8 +273,6 @@ def convert_with_exclusions(
         source: Graph of the fp32 core.
         key: Hash of everything that decided `source`.
         gate: Gate of the target precision, which is not fp32.
-        inputs: Inputs of the pipeline.
-        progress: Callback for the result of each try.
 
     Returns:
         The first core that passes; else the last core that was tried, with its failures.

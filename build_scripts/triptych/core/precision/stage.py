@@ -66,8 +66,6 @@ def full_precision(inputs: PipelineInputs, progress: Progress, accept: str) -> C
 
     Args:
         accept: Reason to accept a failed gate; empty to fail.
-        inputs: Inputs of the pipeline.
-        progress: Callback for the result of each stage.
 
     Raises:
         GateFailure: The artifact differs from the reference, and `accept` is empty.
