@@ -108,7 +108,7 @@ def test_what_cannot_work_is_refused_with_its_reason(tmp_path: Path) -> None:
         (repository, {"repository_image": "models:1"}, reports, "Leave the tag out"),
         (repository, {"max_growth": 11.0}, reports, "--max-growth"),
         (repository, {"run_as_user": "1001"}, reports, "1001, --target kubernetes. Leave it out"),
-        (repository, {"run_as_user": "none", "target": "compose"}, reports, "kubernetes or kserve"),
+        (repository, {"run_as_user": "none", "target": "compose"}, reports, "kserve or ray"),
         (repository, {"prometheus": "prometheus:9090"}, reports, "http://"),
         (repository, {"rps_per_replica": float("nan")}, reports, "above 0"),
         (built["shared"], {}, reports, "core.shared_from"),
@@ -252,6 +252,7 @@ def test_what_cannot_work_for_generated_text_is_refused(tmp_path: Path) -> None:
         (repository, {"target": "kserve", "affinity_header": "x-user"}, "cannot hash a header"),
         (repository, {"monitor_image": "watch:1"}, "its answers are not sampled"),
         (repository, {"max_grace_seconds": 20}, "the longest answer"),
+        (repository, {"memory_mib": 512}, "MiB may be shared"),
         (repository, {"rps_per_replica": 5.0}, "scales by requests in flight"),
         (translating, {"gpu_product": "NVIDIA-L4"}, "only supported for an engine on a GPU"),
     ]

@@ -42,7 +42,7 @@ from triptych.serving.ports import reserve_ports
 def test_a_collector_is_checked_with_the_authorities_of_envoys_image(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("SSL_CERT_FILE", "/home/someone/ca.pem")  # of this machine, no container's
+    monkeypatch.setenv("SSL_CERT_FILE", "/opt/own/ca.pem")  # of this machine, no container's
     ports, replicas = Listen("0.0.0.0", 1, 2, 3), EndpointNames("replicas", 1, 2)
     settings = proxy_settings(replicas=2, max_request_mib=1)
     collector = "https://collector.example.com"

@@ -55,9 +55,9 @@ def make_files(c: DeploymentContext) -> Manifests:
 
 
 def _count_replicas(c: DeploymentContext) -> ExplainedValue:
-    given, fewest = c.options.replicas, c.sizes.fewest
-    count = fewest.value if given is None else given
-    why = fewest.reason if given is None else "given by the user (--replicas)"
+    given, least = c.options.replicas, c.sizes.min_replicas
+    count = least.value if given is None else given
+    why = least.reason if given is None else "given by the user (--replicas)"
     return ExplainedValue(
         count,
         f"{why}. All on one host: {c.cores.reason} each keeps {c.cores.value:.2g} cores busy, "

@@ -22,7 +22,14 @@ from triptych.deploy.context import (
     gpu_resource,
 )
 from triptych.deploy.metrics import GenerationQueries
-from triptych.deploy.numbers import MIN_REPLICAS, Sizes, delay, pre_stop, stable_s
+from triptych.deploy.numbers import (
+    MIN_REPLICAS,
+    Sizes,
+    given_memory,
+    pre_stop,
+    scaling_delay_s,
+    stable_s,
+)
 from triptych.deploy.options import DeployOptions, complete_options
 from triptych.deploy.rules import TextSpec, generation_objectives, generation_rule_values
 from triptych.deploy.scaling import generation_triggers
@@ -173,10 +180,8 @@ def _sizes(repository: Path, spec: TextSpec, options: DeployOptions) -> Sizes:
     grace_s = options.max_grace_seconds or drain_s + _END_MARGIN_S
     gpus, own_mib = spec.gpus_per_copy, step_shm_mib(options.server_variables)
     shm_mib = generation_shm_mib(repository, spec) + _processes(spec) * (own_mib - STEP_SHM_MIB)
-    memory_mib = options.memory_mib or math.ceil(2 * weights_mib) + _ENGINE_MIB + shm_mib
     cores = options.cpu_cores or _STEPS_CPU + max(1, gpus)
     at_once = spec.core.max_num_seqs
-    most = _MAX_FACTOR * MIN_REPLICAS
     return Sizes(
         start_s=ExplainedValue(
             start_s,
@@ -191,7 +196,8 @@ def _sizes(repository: Path, spec: TextSpec, options: DeployOptions) -> Sizes:
             grace_s, "preStop, the longest answer, the end of the server, and a margin"
         ),
         connection_age_s=ExplainedValue(
-            math.ceil(2 * delay(ready_s)), "clients find new replicas with a new connection"
+            math.ceil(2 * scaling_delay_s(ready_s)),
+            "clients find new replicas with a new connection",
         ),
         shm_mib=ExplainedValue(
             shm_mib,
@@ -202,23 +208,29 @@ def _sizes(repository: Path, spec: TextSpec, options: DeployOptions) -> Sizes:
                 * (gpus > 1)
             ),
         ),
-        memory_mib=ExplainedValue(
-            f"{memory_mib}Mi",
-            "given by the user (--memory)"
-            if options.memory_mib
-            else f"not measured: twice the {weights_mib:.0f} MiB of weights while they load, "
+        memory_mib=given_memory(options, shm_mib)
+        or ExplainedValue(
+            f"{math.ceil(2 * weights_mib) + _ENGINE_MIB + shm_mib}Mi",
+            f"not measured: twice the {weights_mib:.0f} MiB of weights while they load, "
             f"{_ENGINE_MIB} MiB of the engine, and shared memory",
         ),
         cpu_milli=ExplainedValue(
-            f"{math.ceil(cores * 1000)}m", "a core for each GPU's process and two for the steps"
+            f"{math.ceil(cores * 1000)}m",
+            "given by the user (--cpu)"
+            if options.cpu_cores
+            else "a core for each GPU's process and two for the steps",
         ),
         threshold_per_s=ExplainedValue(
             f"{max(1.0, BUSY_RATIO * at_once):.4g}",
             f"requests in flight: {BUSY_RATIO:.0%} of the {at_once} that share a batch "
             "(core.max_num_seqs); replicas = ceil(requests / this)",
         ),
-        fewest=ExplainedValue(MIN_REPLICAS, "one may end, or be replaced, while the other answers"),
-        most=ExplainedValue(most, f"{_MAX_FACTOR} times the minimum, to limit the cost"),
+        min_replicas=ExplainedValue(
+            MIN_REPLICAS, "one may end, or be replaced, while the other answers"
+        ),
+        max_replicas=ExplainedValue(
+            _MAX_FACTOR * MIN_REPLICAS, f"{_MAX_FACTOR} times the minimum, to limit the cost"
+        ),
         stable_s=ExplainedValue(stable_s(ready_s), f"a new replica takes {ready_s:.0f} s"),
         tmp_mib=ExplainedValue(
             _CACHES_MIB, "code that the engine compiles, not measured; nothing in it persists"

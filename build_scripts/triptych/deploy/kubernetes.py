@@ -36,6 +36,7 @@ from triptych.deploy.numbers import (
     PROBE_TIMEOUT_S,
     SCRAPE_S,
     TMP_MIB,
+    round_up_mib,
 )
 from triptych.deploy.options import WATCH_EVERY, DeployOptions
 from triptych.deploy.rules import (
@@ -69,7 +70,7 @@ _IMAGE = read_settings({})
 PORTS = {"http": _IMAGE.http_port, "grpc": _IMAGE.grpc_port, "metrics": _IMAGE.metrics_port}
 """Ports of the serving image."""
 
-_MIB, _STEP_MIB = 2**20, 64
+_MIB = 2**20
 _MONITOR_MIB, _MONITOR_CORE_FACTOR = 1024, 4
 _SAMPLE_FOLDERS, _SAMPLE_CACHE_MIB = 2, 256
 _ENVOY_MIB, _ENVOY_REQUESTS, _HEAP_RATIO = 128, 8, 0.8
@@ -220,7 +221,7 @@ def render_alertmanager(
 def envoy_files(c: DeploymentContext, host: str) -> dict[str, object]:
     """Return the files of Envoy's configuration, with the servers behind each address of a host."""
     settings = proxy_settings(
-        replicas=c.sizes.fewest.value,
+        replicas=c.sizes.min_replicas.value,
         max_request_mib=largest_request_mib(c.repository, c.pipeline),
         limits_ms=c.limits_ms,
         affinity=c.options.affinity_header,
@@ -299,7 +300,7 @@ def monitor_memory(c: DeploymentContext) -> ExplainedValue:
     size_mib = core_files_mib(c.repository, c.pipeline)
     mib = _MONITOR_MIB + _MONITOR_CORE_FACTOR * size_mib
     return ExplainedValue(
-        math.ceil(mib / _STEP_MIB) * _STEP_MIB,
+        round_up_mib(mib),
         f"{_MONITOR_MIB} MiB, and {_MONITOR_CORE_FACTOR} times the core's files ({size_mib:.0f} "
         "MiB), whose weights may be a fourth of the original's: MiniLM's 90 MiB took 570. Not "
         "measured for this model: observe it",
@@ -320,7 +321,7 @@ def _samples_mib(c: DeploymentContext) -> ExplainedValue | None:
         return None
     rows_mib = _SAMPLE_FOLDERS * c.sample.max_bytes / _MIB
     return ExplainedValue(
-        math.ceil((rows_mib + _SAMPLE_CACHE_MIB) / _STEP_MIB) * _STEP_MIB,
+        round_up_mib(rows_mib + _SAMPLE_CACHE_MIB),
         f"{_SAMPLE_FOLDERS} x serving.sample.max_bytes ({c.sample.max_bytes} bytes): each "
         "replica may be over it by a file of a tenth, and a candidate has a folder of its own; "
         f"{_SAMPLE_CACHE_MIB} MiB for the results of the monitor",

@@ -15,12 +15,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from triptych.repository.config import HISTOGRAM
-from triptych.runtime.counters import format_bound
+from triptych.runtime.counters import ROW_TOKENS, format_bound
 from triptych.runtime.generation_metrics import PREFIX
 
 STEPS = ("preprocess", "core", "postprocess")
-ROW_TOKENS = "triptych_row_tokens"
-"""Prefix of the histogram of the tokens of rows (`runtime.counters.RowTokens`)."""
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _LISTENERS = 'envoy_http_conn_manager_prefix=~"grpc|http"'
 _CLUSTERS = 'envoy_cluster_name=~"triton_grpc|triton_http"'
@@ -158,7 +156,8 @@ class Metrics:
 
     def step_queue_us(self, window: str) -> str:
         """Return the mean time of a request in the queue of a step in µs."""
-        return self._a_request("nv_inference_queue_duration_us", window)
+        queued = self._by_step("nv_inference_queue_duration_us", window)
+        return f"{queued} / {self.step_rate(window)}"
 
     def step_compute_us(self, window: str) -> str:
         """Return the mean time of a request in a step in µs, including inputs and outputs."""
@@ -221,9 +220,6 @@ class Metrics:
 
     def _by_step(self, name: str, window: str) -> str:
         return f"sum by (model) (rate({self._series(name, *STEPS)}[{self.window(window)}]))"
-
-    def _a_request(self, name: str, window: str) -> str:
-        return f"{self._by_step(name, window)} / {self.step_rate(window)}"
 
     def _came_in(self, function: str, window: str) -> str:
         answered = self._series("nv_inference_request_success", "preprocess")

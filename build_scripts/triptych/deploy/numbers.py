@@ -125,8 +125,7 @@ def _with_use(
     assumptions: list[Assumption] = []
     capacity = _capacity(build, options, bench, assumptions)
     used = None if bench is None else _use_at(bench, capacity.value)
-    is_measured = used is not None and bool(used.processes)
-    cores = sum(one.cpu_cores for one in used.processes) if used else 0.0
+    where = "" if bench is None else f" ({_where(bench)})"
     memory = _most_memory_mib(bench)
     if options.memory_mib is not None and options.memory_mib < memory:
         raise UserError(
@@ -135,32 +134,36 @@ def _with_use(
             given=f"{options.memory_mib}Mi, and it used {memory:.0f} MiB",
             remedy="Give more, or build a smaller core (core.precision)",
         )
-    where = "" if bench is None else f" ({_where(bench)})"
-    seen = used.cores if used else 0
-    gpus = [gpu.memory_mib for gpu in used.gpus] if used else []
     planned = build.spec.serving.served_by
-    return MeasuredReplica(
-        capacity_per_s=capacity,
-        peak_per_s=_peak(bench, capacity),
-        cpu_cores=ExplainedValue(options.cpu_cores, "given by the user (--cpu)")
-        if options.cpu_cores is not None
-        else ExplainedValue(planned.cores, f"the plan for {planned.name} (serving.machine)")
-        if planned is not None
-        else _assume(assumptions, *assume_cores(build))
-        if not is_measured
-        else ExplainedValue(
+    if options.cpu_cores is not None:
+        cpu_cores = ExplainedValue(options.cpu_cores, "given by the user (--cpu)")
+    elif planned is not None:
+        cpu_cores = ExplainedValue(planned.cores, f"the plan for {planned.name} (serving.machine)")
+    elif used is None or not used.processes:
+        cpu_cores = _assume(assumptions, *assume_cores(build))
+    else:
+        cores = sum(one.cpu_cores for one in used.processes)
+        cpu_cores = ExplainedValue(
             cores,
-            f"measured: {cores:.2f} of {seen} cores busy, at the rate nearest to capacity{where}",
-        ),
-        memory_mib=ExplainedValue(options.memory_mib, "given by the user (--memory)")
-        if options.memory_mib is not None
-        else _assume(assumptions, *assume_memory(build, repository))
-        if not is_measured
-        else ExplainedValue(
+            f"measured: {cores:.2f} of {used.cores} cores busy, at the rate nearest to "
+            f"capacity{where}",
+        )
+    if options.memory_mib is not None:
+        memory_mib = ExplainedValue(options.memory_mib, "given by the user (--memory)")
+    elif used is None or not used.processes:
+        memory_mib = _assume(assumptions, *assume_memory(build, repository))
+    else:
+        memory_mib = ExplainedValue(
             memory * MEMORY_MARGIN,
             f"measured: {memory:.0f} MiB at most{where}, times {MEMORY_MARGIN:g} for requests "
             "that a bench does not send",
-        ),
+        )
+    gpus = [gpu.memory_mib for gpu in used.gpus] if used else []
+    return MeasuredReplica(
+        capacity_per_s=capacity,
+        peak_per_s=_peak(bench, capacity),
+        cpu_cores=cpu_cores,
+        memory_mib=memory_mib,
         load_s=None if bench is None else bench.load_s,
         batch_s=_longest_batch_s(build, bench),
         gpu_memory_mib=max(gpus, default=None),
@@ -284,8 +287,7 @@ _DNS_S = 5
 _START_TIMES, _MIN_START_S = 10, 60
 _STABLE_TIMES, _MIN_STABLE_S, _MAX_STABLE_S = 3, 300, 3600
 _END_MARGIN_S = 5
-_MEMORY_STEP_MIB = 64
-_ABOVE_FEWEST = 4
+_MAX_FACTOR = 4
 
 
 @dataclass(frozen=True)
@@ -301,8 +303,8 @@ class Sizes:
     memory_mib: ExplainedValue
     cpu_milli: ExplainedValue
     threshold_per_s: ExplainedValue  # Load of one replica: its capacity, less headroom
-    fewest: ExplainedValue
-    most: ExplainedValue
+    min_replicas: ExplainedValue
+    max_replicas: ExplainedValue
     stable_s: ExplainedValue
     tmp_mib: ExplainedValue = ExplainedValue(
         TMP_MIB, "scratch space of the steps; nothing in it persists"
@@ -318,10 +320,10 @@ def compute_sizes(
         UserError: A replica cannot stop within its grace period, or its memory is too small.
     """
     ready_s, ready_reason = _ready(options, measured)
-    delay_s = delay(ready_s)
+    delay_s = scaling_delay_s(ready_s)
     share = headroom(options.max_growth, ready_s)
     threshold = share * measured.capacity_per_s.value
-    fewest = _fewest(build, threshold)
+    min_replicas = _min_replicas(build, threshold)
     exit_timeout = _exit_timeout(build, measured.batch_s)
     before_end = pre_stop(options)
     more = count_more(build, repository, math.ceil(measured.cpu_cores.value))
@@ -354,8 +356,8 @@ def compute_sizes(
             f"autoscaler, {ready_s:.0f} s to ready ({ready_reason}); and the autoscaler "
             f"ignores deviations below {TOLERANCE:.0%}",
         ),
-        fewest=fewest,
-        most=_most(options, fewest.value, threshold),
+        min_replicas=min_replicas,
+        max_replicas=_max_replicas(options, min_replicas.value, threshold),
         stable_s=ExplainedValue(
             stable_s(ready_s),
             f"a new replica takes {ready_s:.0f} s: before one is removed, the load "
@@ -365,14 +367,14 @@ def compute_sizes(
     )
 
 
-def delay(ready_s: float) -> float:
+def scaling_delay_s(ready_s: float) -> float:
     """Return the seconds from a rise of the load to a new replica that serves."""
     return ready_s + SCRAPE_S + POLL_S + SYNC_S + RATE_WINDOW_S / 2
 
 
 def headroom(growth: float, ready_s: float) -> float:
     """Return the ratio of a replica's capacity to use; the rest is for growth during scale-up."""
-    return 1 / ((1 + growth * delay(ready_s) / 60) * (1 + TOLERANCE))
+    return 1 / ((1 + growth * scaling_delay_s(ready_s) / 60) * (1 + TOLERANCE))
 
 
 def stable_s(ready_s: float) -> int:
@@ -517,17 +519,8 @@ def _memory(
     shm_mib: int,
     more: MoreInstances,
 ) -> ExplainedValue:
-    if options.memory_mib is not None:
-        if options.memory_mib <= shm_mib:
-            raise UserError(
-                "--memory",
-                "must be more than shared memory, which counts as memory of the container",
-                given=f"{options.memory_mib}Mi, of which {shm_mib} MiB may be shared",
-                remedy="Give more, or fewer instances of the Python steps",
-            )
-        return ExplainedValue(
-            f"{options.memory_mib}Mi", "given by the user (--memory); request and limit"
-        )
+    if (given := given_memory(options, shm_mib)) is not None:
+        return given
     instances = build.spec.serving.instances.core + more.core
     batch_mib = math.ceil((build.plan.batch_mib or 0) * instances)
     variables, cache_mib = options.server_variables, 0
@@ -535,9 +528,8 @@ def _memory(
         cache_mib = int(variables.get(CACHE_SIZE, CACHE_MIB))
     planned_mib = more.python * STEP_MIB
     needed = measured.memory_mib.value + batch_mib + cache_mib + shm_mib + planned_mib
-    rounded = math.ceil(needed / _MEMORY_STEP_MIB) * _MEMORY_STEP_MIB
     return ExplainedValue(
-        f"{rounded}Mi",
+        f"{round_up_mib(needed)}Mi",
         f"{measured.memory_mib.reason}; {batch_mib} MiB for {build.plan.max_batch_size} rows of "
         f"{build.plan.max_length} tokens in each of {instances} instances of the core, "
         f"estimated; {f'{cache_mib} MiB of response cache; ' if cache_mib else ''}"
@@ -547,13 +539,39 @@ def _memory(
     )
 
 
-def _fewest(build: CompiledManifest, threshold: float) -> ExplainedValue:
+def given_memory(options: DeployOptions, shm_mib: int) -> ExplainedValue | None:
+    """Return the memory of a replica that the user gives; None without the option.
+
+    Raises:
+        UserError: It is not more than the shared memory.
+    """
+    if options.memory_mib is None:
+        return None
+    if options.memory_mib <= shm_mib:
+        raise UserError(
+            "--memory",
+            "must be more than shared memory, which counts as memory of the container",
+            given=f"{options.memory_mib}Mi, of which {shm_mib} MiB may be shared",
+            remedy="Give more, or fewer instances of the Python steps",
+        )
+    return ExplainedValue(
+        f"{options.memory_mib}Mi", "given by the user (--memory); request and limit"
+    )
+
+
+def round_up_mib(mib: float) -> int:
+    """Return a size of memory, rounded up to a multiple of 64 MiB."""
+    return math.ceil(mib / 64) * 64
+
+
+def _min_replicas(build: CompiledManifest, threshold: float) -> ExplainedValue:
     required = build.spec.serving.slo.throughput
     if required is None or required <= threshold:
         return ExplainedValue(
-            MIN_REPLICAS, "one may end, or be replaced, while the other answers; the SLO's "
-            "throughput needs no more",
-        )  # fmt: skip
+            MIN_REPLICAS,
+            "one may end, or be replaced, while the other answers; the SLO's throughput needs no "
+            "more",
+        )
     needed = math.ceil(required / threshold)
     return ExplainedValue(
         max(MIN_REPLICAS, needed),
@@ -562,15 +580,15 @@ def _fewest(build: CompiledManifest, threshold: float) -> ExplainedValue:
     )
 
 
-def _most(options: DeployOptions, fewest: int, threshold: float) -> ExplainedValue:
+def _max_replicas(options: DeployOptions, least: int, threshold: float) -> ExplainedValue:
     if options.peak_rps is None:
         return ExplainedValue(
-            _ABOVE_FEWEST * fewest,
-            f"{_ABOVE_FEWEST} times the minimum, to limit the cost; --peak-rps sets the need",
+            _MAX_FACTOR * least,
+            f"{_MAX_FACTOR} times the minimum, to limit the cost; --peak-rps sets the need",
         )
     needed = math.ceil(options.peak_rps / threshold)
     return ExplainedValue(
-        max(fewest, needed),
+        max(least, needed),
         f"a peak of {options.peak_rps:g}/s (--peak-rps): ceil({options.peak_rps:g} / "
         f"{threshold:.4g})",
     )

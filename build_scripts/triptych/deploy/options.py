@@ -479,7 +479,7 @@ def _rules(o: DeployOptions) -> list[_Rule]:
         _Rule(
             "--run-as-user",
             o.run_as_user in ("", "none") and not (o.run_as_user and o.target == "compose"),
-            "must be none, with --target kubernetes or kserve",
+            "must be none, with --target kubernetes, kserve or ray",
             f"{o.run_as_user}, --target {o.target}",
             "Leave it out: the images run as user 1000, and Envoy as 101",
         ),
