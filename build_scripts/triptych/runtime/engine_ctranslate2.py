@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from .generation_messages import Delta, EngineLoad, OnLoad
+from .generation_messages import Delta, EngineLoad, GenerationEngine, OnLoad
 from .sampling_parameters import DEFAULTS, PRIORITY, SCHEMA
 
 
@@ -86,7 +86,7 @@ class _Job:
         self.finished = self.abandoned = False
 
 
-class Engine:
+class Engine(GenerationEngine):
     """Engine of CTranslate2's `Translator`; requests wait for the next batch.
 
     With one beam, tokens are streamed; with several, they come at the end.

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .generation_messages import Delta, EngineLoad, OnLoad, plain_logprobs
+from .generation_messages import Delta, EngineLoad, GenerationEngine, OnLoad, plain_logprobs
 from .sampling_parameters import SCHEMA
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -26,7 +26,7 @@ STATS_S = 0.5
 NO_END = -1
 
 
-class Engine:
+class Engine(GenerationEngine):
     """Engine of TensorRT-LLM's `LLM`, with token ids instead of text."""
 
     def __init__(self, settings: Mapping[str, Any], folder: Path, on_load: OnLoad) -> None:

@@ -15,6 +15,7 @@ from .generation_messages import (
     TOKENIZER_FILE,
     Delta,
     EngineLoad,
+    GenerationEngine,
     OnLoad,
     plain_logprobs,
 )
@@ -33,7 +34,7 @@ DTYPES = {"fp32": "float32", "fp16": "float16"}
 """Data type of the computation by precision; other precisions compute in bfloat16."""
 
 
-class Engine:
+class Engine(GenerationEngine):
     """Engine of vLLM's `AsyncLLM`, with token ids instead of text."""
 
     def __init__(self, settings: Mapping[str, Any], folder: Path, on_load: OnLoad) -> None:

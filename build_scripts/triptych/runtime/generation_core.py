@@ -33,6 +33,7 @@ from .generation_messages import (
     CoreChunk,
     Delta,
     EngineLoad,
+    GenerationEngine,
     Opening,
     Order,
     PendingTokens,
@@ -162,7 +163,7 @@ class TritonPythonModel:
         # Each send waits for the server, which must not block the engine's loop.
         self._deliverer = threading.Thread(target=self._deliver, name="deliver", daemon=True)
         self._deliverer.start()
-        self._engine = self._on_loop(self._start(settings))
+        self._engine: GenerationEngine = self._on_loop(self._start(settings))
         make_private()
         survive_overflow(args["model_config"])
 
@@ -221,8 +222,10 @@ class TritonPythonModel:
         self._deliverer.join()
         self._inbox.close()
 
-    async def _start(self, settings: Mapping[str, object]) -> Engine:
-        engine = Engine(settings, Path(__file__).parent / MODEL_FOLDER, self._on_load)
+    async def _start(self, settings: Mapping[str, object]) -> GenerationEngine:
+        engine: GenerationEngine = Engine(
+            settings, Path(__file__).parent / MODEL_FOLDER, self._on_load
+        )
         await engine.start()
         loop = asyncio.get_running_loop()
         self._inbox.listen(loop)

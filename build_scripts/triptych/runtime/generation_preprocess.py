@@ -75,14 +75,14 @@ class TritonPythonModel:
             levels=self._levels,
             parameters=parameters,
         )
-        if not _flag(inputs, ECHO, True):
+        if not _flag(inputs, ECHO):
             raise RequestError(
                 ECHO, "must be true, because answers exclude the prompt", "false", "Leave it out"
             )
-        if not _flag(inputs, "return_logprobs", True):
+        if not _flag(inputs, "return_logprobs"):
             sampling["logprobs"] = None
         is_health_check = HEALTH in json.loads(parameters)
-        return ids, Order(sampling, _flag(inputs, "stream", True), is_health_check=is_health_check)
+        return ids, Order(sampling, _flag(inputs, "stream"), is_health_check=is_health_check)
 
     def _prompt(self, text: str, messages: str) -> list[int]:
         if bool(text) == bool(messages):
@@ -117,5 +117,6 @@ def _make_cancel_order(name: str) -> Order:
     return Order({}, False, name)
 
 
-def _flag(inputs: Inputs, field: str, default: bool) -> bool:
-    return bool(inputs[field].as_numpy().ravel()[0]) if field in inputs else default
+def _flag(inputs: Inputs, field: str) -> bool:
+    """Return the value of a flag, which is true if the request leaves it out."""
+    return field not in inputs or bool(inputs[field].as_numpy().ravel()[0])
