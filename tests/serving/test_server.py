@@ -34,6 +34,7 @@ from triptych.base.releases import flags_newer_than
 from triptych.client import Client
 from triptych.container.flags import ALLOW_CLIENT_SHM
 from triptych.serving import hot_reload, orphan_cleanup
+from triptych.serving import process as processes
 from triptych.serving.bench.perf_analyzer import find_perf_analyzer
 from triptych.serving.embedded import find_release
 from triptych.serving.orphan_cleanup import SHM, tagged_processes
@@ -260,6 +261,21 @@ def test_a_thread_that_lists_processes_is_not_in_the_way_of_another(
     monkeypatch.setattr(psutil, "process_iter", shared)
     assert minilm_server.pid in {process.pid for process in tagged_processes(tag)}
     orphan_cleanup.remove_environment_folders()
+
+
+def test_servers_of_the_machine_are_found_however_their_flags_are_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    commands = (
+        "--model-repository=/models",
+        "--grpc-address=0.0.0.0 --grpc-port=9001",
+        "--grpc-address 10.0.0.1 --grpc-port 9001 --http-port 9000",
+    )
+    running = [("tritonserver", ["tritonserver", *words.split()]) for words in commands]
+    running.append(("python3", ["python3", "--grpc-port=1"]))
+    monkeypatch.setattr(processes, "read_processes", lambda _: ((0, each) for each in running))
+    found = list(processes.find_local_servers())
+    assert found == ["127.0.0.1:8001", "127.0.0.1:9001", "10.0.0.1:9001"]
 
 
 def test_empty_folders_of_ended_servers_are_removed(

@@ -8,15 +8,18 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-
-import psutil
 
 from triptych.container.shared_memory import SharedRegions
 from triptych.container.supervisor import server_limits
 from triptych.serving import orphan_cleanup
-from triptych.serving.orphan_cleanup import PROCESS_TAG_VARIABLE, remove_orphans
+from triptych.serving.orphan_cleanup import (
+    PROCESS_TAG_VARIABLE,
+    SERVER,
+    read_processes,
+    remove_orphans,
+)
 
 _LAUNCHER = Path(__file__).with_name("launch.py")
 _GUARD = Path(orphan_cleanup.__file__)
@@ -156,24 +159,15 @@ class ServerProcess:
             )
 
 
-SERVER = "tritonserver"
 _GRPC_PORT = 8001
 
 
-@dataclass(frozen=True)
-class LocalServer:
-    """A running server."""
-
-    grpc_url: str  # Address ``host:port`` of gRPC
-    pid: int  # Id of its process
-
-
-def find_local_servers() -> Iterator[LocalServer]:
-    """Yield the servers of this machine that the user may see, by their command lines."""
-    for process in psutil.process_iter(["name", "cmdline"]):
-        words = process.info["cmdline"] or ()
-        if process.info["name"] == SERVER and len(words) > 1:
-            given = dict(word.lstrip("-").partition("=")[::2] for word in words[1:])
-            host = given.get("grpc-address") or "127.0.0.1"
+def find_local_servers() -> Iterator[str]:
+    """Yield the gRPC address of each server of this machine that the user may see."""
+    for _, (name, words) in read_processes(lambda process: (process.name(), process.cmdline())):
+        if name == SERVER and len(words) > 1:
+            # A flag and its value are one word, with ``=`` between them, or two words.
+            given = dict(pairwise(part for word in words[1:] for part in word.split("=", 1)))
+            host = given.get("--grpc-address") or "127.0.0.1"
             host = "127.0.0.1" if host == "0.0.0.0" else host
-            yield LocalServer(f"{host}:{given.get('grpc-port') or _GRPC_PORT}", process.pid)
+            yield f"{host}:{given.get('--grpc-port') or _GRPC_PORT}"

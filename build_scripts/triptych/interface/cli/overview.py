@@ -34,7 +34,7 @@ def list_pipelines(
     from triptych.serving.process import find_local_servers
 
     check_readable(folders.repository)
-    asked = urls or [server.grpc_url for server in find_local_servers()]
+    asked = urls or list(find_local_servers())
     loaded = {url: list_served(url) for url in asked}
     found = _find_tasks(folders.pipelines)
     known = {path.parent.name for path in folders.repository.glob(f"*/{MANIFEST_FILE}")}
