@@ -30,6 +30,7 @@ from triptych.base.errors import Finding, UserError
 from triptych.base.explained import plain
 from triptych.base.releases import TRITON_VERSIONS
 from triptych.container.serving_machine import parse_machine
+from triptych.deploy import numbers
 from triptych.deploy.assumptions import (
     SERVER_MIB,
     STEP_MIB,
@@ -229,7 +230,9 @@ def test_what_is_missing_is_assumed_marked_and_can_be_replaced(tmp_path: Path) -
         assert [(one.about, one.reason) for one in made.assumptions] == assumed
 
 
-def test_processor_and_memory_are_assumed_for_all_models(tmp_path: Path) -> None:
+def test_processor_and_memory_are_assumed_for_all_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, mib in (("x_core", 1), ("x.second_core", 2), ("x_preprocess", 4), ("xx_core", 8)):
         (tmp_path / name / "1").mkdir(parents=True)
         (tmp_path / name / "1/model.onnx").write_bytes(bytes(mib << 20))
@@ -240,6 +243,8 @@ def test_processor_and_memory_are_assumed_for_all_models(tmp_path: Path) -> None
     # preprocess, crop and postprocess; two instances of one thread, and one of three threads
     assert assume_cores(build)[0] == 3 + 2 + 3
     assert assume_memory(build, tmp_path)[0] == SERVER_MIB + 3 * STEP_MIB
+    monkeypatch.setattr(numbers, "largest_request_mib", lambda *_: 1)
+    assert numbers.shm_mib(build, tmp_path) == 3 * (numbers.STEP_SHM_MIB + 1)
 
 
 def test_what_cannot_work_for_generated_text_is_refused(tmp_path: Path) -> None:

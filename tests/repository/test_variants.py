@@ -11,7 +11,7 @@ from tests.support.plan_cases import facts
 from tests.support.project import write_pipeline
 from triptych.base.errors import UserError
 from triptych.container.serving_machine import variants_in
-from triptych.deploy.numbers import count_more
+from triptych.deploy.numbers import count_extra_instances
 from triptych.repository.config import parse_config
 from triptych.repository.lint.checks import run_checks
 from triptych.repository.render import Content, CoreFiles, StepFiles, render
@@ -148,6 +148,6 @@ def test_a_deployment_counts_the_processes_of_the_plans_that_its_cores_allow(
         (tmp_path / "r" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "r" / path).write_text(config)
     build: Any = SimpleNamespace(files=files)
-    assert count_more(build, tmp_path / "r", 8) == (0, 0)
-    assert count_more(build, tmp_path / "r", 16) == (0, 1)
-    assert count_more(build, tmp_path / "r", 64) == (1, 3)
+    assert count_extra_instances(build, tmp_path / "r", 8) == (0, 0)
+    assert count_extra_instances(build, tmp_path / "r", 16) == (0, 1)
+    assert count_extra_instances(build, tmp_path / "r", 64) == (1, 3)

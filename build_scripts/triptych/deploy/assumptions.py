@@ -101,7 +101,7 @@ def _models(spec: CompiledSpec) -> list[CompiledSpec]:
     return [spec.with_model(name) for name in spec.models or [""]] if is_own(spec) else [spec]
 
 
-def _processes(spec: CompiledSpec) -> int:
+def count_step_processes(spec: CompiledSpec) -> int:
     """Return the number of Python processes: functions between models have those of preprocess."""
     instances, functions = spec.serving.instances, len(spec.steps) if is_own(spec) else 1
     return instances.preprocess * functions + instances.postprocess
@@ -111,7 +111,7 @@ def assume_cores(build: CompiledManifest) -> tuple[float, Assumption]:
     """Return the number of cores that a replica keeps busy: one for each instance and thread."""
     models = _models(build.spec)
     threads = sum(one.serving.instances.core * (one.core.threads or 1) for one in models)
-    cores = float(_processes(build.spec) + threads)
+    cores = float(count_step_processes(build.spec) + threads)
     return cores, Assumption(
         "processor cores of a replica",
         f"{cores:g}",
@@ -131,7 +131,7 @@ def assume_memory(build: CompiledManifest, repository: Path) -> tuple[float, Ass
     """Return the memory of a replica in MiB, by the size of the files of its core."""
     size = core_files_mib(repository, build.spec.name)
     instances = max(one.serving.instances.core for one in _models(build.spec))
-    steps = _processes(build.spec)
+    steps = count_step_processes(build.spec)
     memory = float(SERVER_MIB + STEP_MIB * steps + math.ceil(CORE_COPIES * size * instances))
     return memory, Assumption(
         "memory of a replica without a batch and shared memory",

@@ -23,6 +23,7 @@ from triptych.deploy.assumptions import (
     assume_cores,
     assume_memory,
     assume_rate,
+    count_step_processes,
 )
 from triptych.deploy.options import DeployOptions
 from triptych.deploy.variables import CACHE, CACHE_SIZE, step_shm_mib
@@ -76,7 +77,7 @@ def read_measurements(
     return _with_use(build, options, bench, repository)
 
 
-def memory_seen_mib(build: CompiledManifest, reports: Path) -> float | None:
+def measured_memory_mib(build: CompiledManifest, reports: Path) -> float | None:
     """Return the maximum memory that `bench` measured for this build, in MiB; None without one.
 
     Raises:
@@ -86,7 +87,7 @@ def memory_seen_mib(build: CompiledManifest, reports: Path) -> float | None:
     bench = read_result(BenchResult, file, "bench") if file.is_file() else None
     if bench is None or _fault(build, bench) is not None:
         return None
-    return _most_memory_mib(bench) or None
+    return _max_memory_mib(bench) or None
 
 
 def _capacity(
@@ -126,7 +127,7 @@ def _with_use(
     capacity = _capacity(build, options, bench, assumptions)
     used = None if bench is None else _use_at(bench, capacity.value)
     where = "" if bench is None else f" ({_where(bench)})"
-    memory = _most_memory_mib(bench)
+    memory = _max_memory_mib(bench)
     if options.memory_mib is not None and options.memory_mib < memory:
         raise UserError(
             "--memory",
@@ -239,7 +240,7 @@ def _use_at(bench: BenchResult, rate_per_s: float) -> Resources | None:
     return None if nearest is None else nearest.resources
 
 
-def _most_memory_mib(bench: BenchResult | None) -> float:
+def _max_memory_mib(bench: BenchResult | None) -> float:
     rounds = [] if bench is None else _rounds(bench)
     uses = [one.resources for one in rounds if one.resources is not None]
     return max((sum(p.memory_mib for p in use.processes) for use in uses), default=0.0)
@@ -326,7 +327,7 @@ def compute_sizes(
     min_replicas = _min_replicas(build, threshold)
     exit_timeout = _exit_timeout(build, measured.batch_s)
     before_end = pre_stop(options)
-    more = count_more(build, repository, math.ceil(measured.cpu_cores.value))
+    more = count_extra_instances(build, repository, math.ceil(measured.cpu_cores.value))
     shm = _shm(build, options, repository, more)
     return Sizes(
         start_s=_start(measured),
@@ -467,25 +468,20 @@ def _grace(options: DeployOptions, pre_stop_s: int, exit_timeout: str) -> Explai
 
 def shm_mib(build: CompiledManifest, repository: Path) -> int:
     """Return the maximum shared memory of the Python steps in MiB."""
-    processes = _step_processes(build)
+    processes = count_step_processes(build.spec)
     return processes * (STEP_SHM_MIB + largest_request_mib(repository, build.spec.name))
 
 
-def _step_processes(build: CompiledManifest) -> int:
-    instances = build.spec.serving.instances
-    return instances.preprocess + instances.postprocess
-
-
-class MoreInstances(NamedTuple):
+class ExtraInstances(NamedTuple):
     """Instances of Python steps and cores that a plan has in addition to ``config.pbtxt``."""
 
     python: int = 0
     core: int = 0
 
 
-def count_more(build: CompiledManifest, repository: Path, cores: int) -> MoreInstances:
+def count_extra_instances(build: CompiledManifest, repository: Path, cores: int) -> ExtraInstances:
     """Return the most instances that a plan for at most `cores` cores has in addition."""
-    most = MoreInstances()
+    most = ExtraInstances()
     for name in variants_in(build.files):
         more = {True: 0, False: 0}
         for path in build.files if parse_machine(name).cores <= cores else ():
@@ -494,14 +490,14 @@ def count_more(build: CompiledManifest, repository: Path, cores: int) -> MoreIns
                 here, usual = (read_config(repository / model / f) for f in (file, CONFIG_FILE))
                 count = here.instance_group[0].count - usual.instance_group[0].count
                 more[here.backend == "python"] += count
-        most = MoreInstances(max(most.python, more[True]), max(most.core, more[False]))
+        most = ExtraInstances(max(most.python, more[True]), max(most.core, more[False]))
     return most
 
 
 def _shm(
-    build: CompiledManifest, options: DeployOptions, repository: Path, more: MoreInstances
+    build: CompiledManifest, options: DeployOptions, repository: Path, more: ExtraInstances
 ) -> ExplainedValue:
-    processes = _step_processes(build) + more.python
+    processes = count_step_processes(build.spec) + more.python
     request_mib = largest_request_mib(repository, build.spec.name)
     own_mib = step_shm_mib(options.server_variables)
     return ExplainedValue(
@@ -517,7 +513,7 @@ def _memory(
     options: DeployOptions,
     measured: MeasuredReplica,
     shm_mib: int,
-    more: MoreInstances,
+    more: ExtraInstances,
 ) -> ExplainedValue:
     if (given := given_memory(options, shm_mib)) is not None:
         return given

@@ -58,7 +58,7 @@ Results = list[tuple[Job, "pb_utils.InferenceResponse"]]
 
 
 class Preprocess:
-    """Step that converts the ensemble's inputs, each BYTES ``[n, 1]``, with the task's row maker.
+    """Step that converts the ensemble's inputs with the task's row maker.
 
     Options may come as request parameters or as optional inputs; see `triton_io.add_options`. The
     latter go directly to postprocess. The ``model.py`` of a pipeline adds the classes in

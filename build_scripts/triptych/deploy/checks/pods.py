@@ -23,7 +23,7 @@ from triptych.container.supervisor import EXIT_S
 from triptych.deploy.checks.objects import KIND, ServerPods, mapping, sequence
 from triptych.deploy.context import PRODUCT
 from triptych.deploy.generation import generation_shm_mib
-from triptych.deploy.numbers import memory_seen_mib, shm_mib
+from triptych.deploy.numbers import measured_memory_mib, shm_mib
 from triptych.repository.lint.snapshot import Flaw, error, warning
 from triptych.repository.manifest import CompiledManifest, TextManifest, read_manifest
 from triptych.repository.records import EngineRecord
@@ -236,7 +236,7 @@ class BuildInfo:
 def read_encoder_info(repository: Path, pipeline: str, reports: Path) -> BuildInfo:
     """Return the information about an encoder or an own model; see `targets.read_build_info`."""
     build = read_manifest(repository, pipeline, CompiledManifest)
-    memory_mib = memory_seen_mib(build, reports)
+    memory_mib = measured_memory_mib(build, reports)
     return BuildInfo(
         pipeline,
         build.engine,
