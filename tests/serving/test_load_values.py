@@ -161,6 +161,13 @@ def machine(
     return Resources(4, share, client, (core,), (GpuUse("GPU-1", gpu, 100),) if gpu else ())
 
 
+FIELDS = {
+    "core": "serving.instances.core",
+    "preprocess": "serving.instances.preprocess",
+    "parts_crop": "serving.instances.preprocess",
+    "detector_core": "models.detector.instances",
+}
+"""Field of the spec for the instances of a step; the last two are of several own models."""
 SATURATED = use("core", busy=0.99, queue_us=5000, compute_infer_us=4000)
 
 
@@ -172,6 +179,8 @@ def test_the_bottleneck_is_what_the_figures_prove() -> None:
         (SATURATED, machine(0.99, 3.8), "compute"),
         (SATURATED, None, "compute"),
         (replace(SATURATED, step="preprocess"), None, "instances"),
+        (replace(SATURATED, step="parts_crop"), None, "instances"),
+        (replace(SATURATED, step="detector_core"), machine(0.3), "instances"),
         (replace(SATURATED, queue_us=50), machine(0.3), "none"),  # one client: no queue
         (SATURATED, machine(0.3, gpu=0.97), "compute"),
         (use("core"), machine(0.3), "none"),
@@ -184,7 +193,7 @@ def test_the_bottleneck_is_what_the_figures_prove() -> None:
         found = find_bottleneck(taken(step, resources=resources), OfferedLoad("concurrency", 8))
         assert found.kind == kind, (step, resources)
         if kind == "instances":
-            assert found.remedy == f"Raise serving.instances.{step.step}"
+            assert found.remedy == f"Raise {FIELDS[step.step]}"
     empty = replace(taken(use("core"), resources=None), requests=0, errors={"bad": 1})
     assert find_bottleneck(empty, OfferedLoad("poisson", 5)).kind == "none"
 

@@ -154,7 +154,7 @@ def _full_instances(measurement: Measurement) -> Bottleneck | None:
         f" {'are' if count != 1 else 'is'} busy"
         f" {_percent(step.busy)} of the time and a request waits {step.queue_us / 1e3:.1f} ms for"
         f" {'them' if count != 1 else 'it'}; {evidence}{_machine_words(measurement.resources)}.",
-        f"Raise serving.instances.{step.step}",
+        f"Raise {step.instances_field}",
     )
 
 

@@ -69,6 +69,14 @@ class StepUse:
         return f"_{self.step}".endswith("_core")
 
     @property
+    def instances_field(self) -> str:
+        """Field of the spec with the number of its instances."""
+        if self.is_core and self.step != "core":
+            return f"models.{self.step.removesuffix('_core')}.instances"
+        is_own = self.step in ("core", "postprocess")  # a function between models has no own field
+        return f"serving.instances.{self.step if is_own else 'preprocess'}"
+
+    @property
     def mean_batch(self) -> float:
         return self.rows / self.executions if self.executions else 0.0
 
