@@ -29,6 +29,7 @@ from tests.support.project import ROOT
 from triptych.base.errors import Finding, UserError
 from triptych.base.explained import plain
 from triptych.base.releases import TRITON_VERSIONS
+from triptych.container.manifests import STEP_SHM_MIB
 from triptych.container.serving_machine import parse_machine
 from triptych.deploy import numbers
 from triptych.deploy.assumptions import (
@@ -244,7 +245,7 @@ def test_processor_and_memory_are_assumed_for_all_models(
     assert assume_cores(build)[0] == 3 + 2 + 3
     assert assume_memory(build, tmp_path)[0] == SERVER_MIB + 3 * STEP_MIB
     monkeypatch.setattr(numbers, "largest_request_mib", lambda *_: 1)
-    assert numbers.shm_mib(build, tmp_path) == 3 * (numbers.STEP_SHM_MIB + 1)
+    assert numbers.shm_mib(build, tmp_path) == 3 * (STEP_SHM_MIB + 1)
 
 
 def test_what_cannot_work_for_generated_text_is_refused(tmp_path: Path) -> None:
