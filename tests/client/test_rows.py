@@ -290,6 +290,16 @@ def test_parquet_columns_keep_their_types(tmp_path: Path) -> None:
     assert rest[0].first == 3
 
 
+def test_damaged_pages_of_parquet_are_no_other_format(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": [f"text {row}" for row in range(5000)]}), path)
+    content = bytearray(path.read_bytes())
+    content[100:2000] = bytes(1900)
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="cannot be read"):
+        list(open_table(path, tmp_path / "x.parquet").chunks({"text": "text"}, 1000, 0))
+
+
 def test_a_file_that_is_none_is_a_mistake(tmp_path: Path) -> None:
     for name, content, said in (
         ("a.csv", b"", "must begin with a header of unique"),

@@ -169,8 +169,11 @@ class Parquet:
         try:
             with pq.ParquetFile(str(self.path), filesystem=self._store) as file:
                 yield from file.iter_batches(size, self._groups)
-        except (pa.ArrowException, OSError) as error:
+        except pa.ArrowException as error:
             raise _not_parquet(self.path, error) from error
+        except OSError as error:  # a damaged page, or a store that is away
+            remedy = "Check the file and its store, and run the same command again"
+            raise UserError(str(self.path), "cannot be read", given=error, remedy=remedy) from error
 
 
 class ParquetWriter:

@@ -166,6 +166,7 @@ def run_on_cluster(
 def _cluster(address: str) -> Iterator[Any]:
     """Yield Ray, connected while the block runs. A cluster of this machine listens on loopback."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # else its notes are among ours
     with imports_of_extra("ray", "--ray"):
         import ray
         import ray.data
@@ -254,17 +255,17 @@ class PartWorker:
             try:
                 return self._write(CorpusPart(number, path, groups and tuple(groups)))
             except (UserError, OSError) as error:
+                # A full disk, or a store that is away.
+                of_files = isinstance(error, OSError) or isinstance(error.__cause__, OSError)
                 own = self._options.repository is not None
-                lost = own and isinstance(error.__cause__, ServerUnreachableError)
-                if isinstance(error, OSError):  # a full disk, or a store that is away
-                    failure, lost = unreadable("--out", self._options.out, error), True
-                else:
-                    failure = error
-                if not lost or attempt == _ATTEMPTS - 1:
+                of_server = own and isinstance(error.__cause__, ServerUnreachableError)
+                if not (of_files or of_server) or attempt == _ATTEMPTS - 1:
+                    is_plain = isinstance(error, OSError)
+                    failure = unreadable("--out", self._options.out, error) if is_plain else error
                     told = dict(failure.as_dict())
                     told["field"] = re.sub(rf".*/{_SCRATCH}[^/]*/[^:]*", path, told["field"])
                     return told
-                if isinstance(error, OSError):
+                if of_files:
                     time.sleep(_PAUSE_S)
                 elif self._session is not None:
                     self._session.close()
@@ -310,11 +311,14 @@ class PartWorker:
         options = self._options
         store, _ = open_store("--file", options.file)
         suffix = Path(part.path).suffix.lower() if options.suffix is None else options.suffix
-        if suffix == ".parquet":
-            return Parquet(Path(part.path), store, part.groups)
         path = scratch / Path(part.path).name
-        with store.open_input_stream(part.path) as source, path.open("wb") as copy:
-            shutil.copyfileobj(source, copy, 1 << 20)
+        try:
+            if suffix == ".parquet":
+                return Parquet(Path(part.path), store, part.groups)
+            with store.open_input_stream(part.path) as source, path.open("wb") as copy:
+                shutil.copyfileobj(source, copy, 1 << 20)
+        except OSError as error:
+            raise unreadable("--file", part.path, error) from error
         return open_rows(path, options.encoding, suffix)
 
     async def _infer(
