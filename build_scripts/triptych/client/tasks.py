@@ -234,16 +234,12 @@ def embed_multi_vector(
         For each text its vectors, ``[tokens, dimensions]``, float32 unless `encoding` says another
         type; of bits, ``[tokens, dimensions / 8]``.
     """
-
-    def read_row(_: int, outputs: RowOutputs) -> Vectors:
-        return _token_vectors_of(outputs)
-
     return TaskCall(
         {"text": texts},
         _given(role=role, encoding=encoding),
         (COUNT,),
-        _by_row(read_row),
-        read_row,
+        _by_row(_token_vectors_of),
+        _token_vectors_of,
         timeout_s,
     )
 
@@ -276,16 +272,12 @@ def embed_sparse(
     Returns:
         For each text its terms, in the order of `texts`.
     """
-
-    def read_row(_: int, outputs: RowOutputs) -> SparseVector:
-        return _terms_of(outputs)
-
     return TaskCall(
         {"text": texts},
         _given(max_active_dims=max_active_dims, threshold=threshold, prompt=prompt, role=role),
         TERMS,
-        _by_row(read_row),
-        read_row,
+        _by_row(_terms_of),
+        _terms_of,
         timeout_s,
         requested=TERMS,
     )
@@ -317,8 +309,8 @@ def embed_hybrid(
         )
     read = {name: of_row for name, (_, of_row) in _HYBRID.items() if name in outputs}
 
-    def read_row(_: int, found: RowOutputs) -> HybridEmbedding:
-        return HybridEmbedding(**{name: of_row(found) for name, of_row in read.items()})
+    def read_row(index: int, found: RowOutputs) -> HybridEmbedding:
+        return HybridEmbedding(**{name: of_row(index, found) for name, of_row in read.items()})
 
     requested = tuple(tensor for name in read for tensor in _HYBRID[name][0])
     return TaskCall(
@@ -332,18 +324,18 @@ def embed_hybrid(
     )
 
 
-def _terms_of(outputs: RowOutputs) -> SparseVector:
+def _terms_of(_: int, outputs: RowOutputs) -> SparseVector:
     terms = outputs["weight"] != 0  # rows with fewer terms than others end with 0
     return SparseVector(outputs["token_id"][terms], outputs["weight"][terms])
 
 
-def _token_vectors_of(outputs: RowOutputs) -> Vectors:
+def _token_vectors_of(_: int, outputs: RowOutputs) -> Vectors:
     name = next(name for name in TOKEN_VECTORS if name in outputs)
     return outputs[name][: outputs[COUNT].item()]
 
 
-_HYBRID: Mapping[str, tuple[tuple[str, ...], Callable[[RowOutputs], Any]]] = {
-    "dense": (("embedding",), lambda outputs: outputs["embedding"]),
+_HYBRID: Mapping[str, tuple[tuple[str, ...], Callable[[int, RowOutputs], Any]]] = {
+    "dense": (("embedding",), lambda _, outputs: outputs["embedding"]),
     "sparse": (TERMS, _terms_of),
     "vectors": (("token_embedding", COUNT), _token_vectors_of),
 }
