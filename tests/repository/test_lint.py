@@ -1,8 +1,10 @@
 """Lint finds every planted fault with its own check, what a release has, and no more."""
 
+import json
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -177,6 +179,25 @@ def test_a_tokenizer_of_another_form_makes_lint_not_raise(tmp_path: Path) -> Non
     for processor in ('"x"', '{"processors": 5}', '{"single": {"a": 1}}', '{"single": [5]}'):
         (tmp_path / "m/1/tokenizer.json").write_text(f'{{"post_processor": {processor}}}')
         assert of("duplicate-bos-token", run_checks(tmp_path)) == []
+
+
+def test_settings_of_another_type_are_reported(tmp_path: Path) -> None:
+    (tmp_path / "m/1").mkdir(parents=True)
+    (tmp_path / "m/config.pbtxt").write_text('backend: "python"')
+    (tmp_path / "m/1/triton_io.py").touch()  # a step of Triptych
+    good: dict[str, Any] = {
+        "kv_token_bytes": 100,
+        "kv_cache_mib": 1,
+        "max_length": 9,
+        "max_sequences": 4,
+    }
+    good |= {"gpus": ["0"], "tensor_parallel": 1, "pipeline_parallel": 1, "request_tokens": 9}
+    for name in (*good, "special_tokens"):
+        for wrong in ("x", None):
+            text = json.dumps({**good, name: wrong})
+            (tmp_path / "m/1/settings.json").write_text(text)
+            found = of("step-settings", run_checks(tmp_path))
+            assert [each.given for each in found] == [f"another type of {name}"] * bool(wrong)
 
 
 def test_no_damage_makes_lint_raise(tmp_path: Path) -> None:

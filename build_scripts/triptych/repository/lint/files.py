@@ -197,7 +197,7 @@ def step_settings(model: Model) -> Iterator[Flaw]:
         )
     elif model.settings_problem:
         yield error(
-            "must be a JSON object, or the step does not load",
+            "must be a JSON object of settings, or the step does not load",
             model.settings_problem,
             "Correct it, or build the pipeline again",
             model.settings_file,

@@ -262,6 +262,13 @@ def calls(tree: ast.Module, method: str) -> bool:
 
 # Only Python steps that Triptych writes have this file.
 _OUR_MARK = "triton_io.py"
+_SETTING_TYPES: Mapping[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("tensor_parallel", "pipeline_parallel"), int),
+    **dict.fromkeys(("kv_token_bytes", "kv_cache_mib"), (int, float)),
+    **dict.fromkeys(("max_length", "max_sequences", "request_tokens"), int),
+    **{"gpus": list, "special_tokens": dict},
+}
+"""Types of the settings that checks read; a setting without a value has none."""
 NO_SETTINGS = "no file"
 """Problem of a step without a file of settings."""
 
@@ -361,6 +368,7 @@ class Model:
                 self.settings = settings
                 if SETTINGS_PARAMETER in config.parameters:
                     self._replace_settings(config.parameters[SETTINGS_PARAMETER].string_value)
+                self._drop_settings()
             elif not self.settings_problem:
                 self.settings_problem = NO_SETTINGS if settings is None else "no JSON object"
         self.sources = read_sources(self.served_folders if python else (), folder.parent)
@@ -392,6 +400,17 @@ class Model:
             self.settings = {**self.settings, **json.loads(text)}
         except (ValueError, TypeError, RecursionError):
             self.settings_file, self.settings_problem = self.where, f"parameter settings: {text}"
+
+    def _drop_settings(self) -> None:
+        """Leave out the settings that checks cannot read."""
+        dropped = {
+            name: self.settings[name]
+            for name, kind in _SETTING_TYPES.items()
+            if name in self.settings and not isinstance(self.settings[name], kind)
+        }
+        self.settings = {key: self.settings[key] for key in self.settings if key not in dropped}
+        if wrong := [name for name, value in dropped.items() if value is not None]:
+            self.settings_problem = f"another type of {names(wrong)}"
 
     def instances_of(self, group: ModelInstanceGroup) -> int:
         """Return the number of instances of an instance group, including the server's default."""
