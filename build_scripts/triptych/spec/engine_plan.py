@@ -83,10 +83,7 @@ def row_cost(
     """Return the estimate for both layouts.
 
     Args:
-        info: Information about the model.
-        lengths: Token lengths of the traffic.
         edges: Padded lengths of the bucketed layout.
-        on_gpu: Whether the core runs on a GPU.
         rows: Number of rows in a full batch.
         longest: Length of the longest row of a full batch in tokens.
         graphs: Whether CUDA graphs are captured.
@@ -206,7 +203,6 @@ def engine_plan(
     """Return the plan of the engine for a core.
 
     Args:
-        spec: Spec of the pipeline.
         inputs: Inputs of the core, without those that the server adds.
         lengths: Token lengths of the traffic; None for images.
         edges: Padded lengths of the bucketed layout; empty for other layouts.
@@ -215,20 +211,20 @@ def engine_plan(
     """
     options = spec.core.engine
     best = min(options.opt_batch_size or most, most)
-    profiles = [
-        {
-            tensor.name: ShapeRange(*((rows, *dims) for rows in (1, best, most)))
-            for tensor, dims in _shapes(inputs, edge)
-        }
-        for edge in (edges or (0,))
-    ]
-    packed = lengths is not None and not edges
-    if lengths is not None and packed:
-        profiles = [_packed_profile(inputs, best, most, lengths, max_length)]
     graphs: list[GraphSpec] = []
-    if options.cuda_graphs and not packed:
-        shares = {0: 1.0} if lengths is None else _shares(lengths, edges)
-        graphs = _graphs(inputs, shares, most)
+    if lengths is not None and not edges:
+        profiles = [_packed_profile(inputs, best, most, lengths, max_length)]
+    else:
+        profiles = [
+            {
+                tensor.name: ShapeRange(*((rows, *dims) for rows in (1, best, most)))
+                for tensor, dims in _shapes(inputs, edge)
+            }
+            for edge in (edges or (0,))
+        ]
+        if options.cuda_graphs:
+            shares = {0: 1.0} if lengths is None else _shares(lengths, edges)
+            graphs = _graphs(inputs, shares, most)
     # These options are part of the profiles and of config.pbtxt.
     elsewhere = {"cuda_graphs", "opt_batch_size", "context_memory"}
     return EnginePlan(

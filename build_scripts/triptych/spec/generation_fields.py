@@ -274,18 +274,13 @@ def load_generation_spec(
             given=f"{', '.join(spec.adapters)}, with tensorrt_llm",
             remedy="Use vllm, or merge the adapter into the model",
         )
-    check_chosen_adapter(spec)
-    check_priority(spec, spec.core.backend)
+    _check_parameters(spec)
     return spec
 
 
-def check_priority(spec: GeneratingSpec, backend: str) -> None:
-    """Raise a `UserError` if the engine has no priorities, or `parameters` set one.
-
-    Args:
-        spec: Spec of the pipeline.
-        backend: Name of its engine.
-    """
+def _check_parameters(spec: TextSpec) -> None:
+    """Raise a `UserError` if priorities, or the adapter in `parameters`, are not supported."""
+    backend, chosen = spec.core.backend, spec.parameters.get(ADAPTER)
     if spec.serving.priority is not None and backend in ("tensorrt_llm", "ctranslate2"):
         raise UserError(
             "serving.priority",
@@ -300,11 +295,6 @@ def check_priority(spec: GeneratingSpec, backend: str) -> None:
             given=str(spec.parameters[PRIORITY]),
             remedy="Set serving.priority: {levels: …, default: …} instead",
         )
-
-
-def check_chosen_adapter(spec: GeneratingSpec) -> None:
-    """Raise a `UserError` if `parameters` name an adapter that the pipeline does not have."""
-    chosen = spec.parameters.get(ADAPTER)
     if chosen and chosen not in spec.adapter_names:
         raise UserError(
             f"parameters.{ADAPTER}",
@@ -380,6 +370,5 @@ def load_text2text_spec(folder: Path, overrides: Sequence[str] = ()) -> Text2Tex
         UserError: The file is missing or not YAML, a key is unknown or a value out of range.
     """
     spec = load_as(Text2TextSpec, folder, overrides, {}, {})
-    check_chosen_adapter(spec)
-    check_priority(spec, spec.core.backend)
+    _check_parameters(spec)
     return spec
