@@ -9,6 +9,7 @@ from pathlib import Path
 
 from triptych.base.cache import versions_of
 from triptych.base.errors import Progress
+from triptych.base.onnx_graph import open_session
 from triptych.building.auto import check_possible, choose
 from triptych.building.build import write_repository
 from triptych.building.device_rows import keep_passed_gate, write_device_rows
@@ -25,6 +26,7 @@ from triptych.core.engine.stage import (
     missing_for_engines,
     write_engine_samples,
 )
+from triptych.core.export.own_graph import run_session
 from triptych.core.export.to_onnx import LIBRARIES
 from triptych.core.gate.answers import check_hooks
 from triptych.core.gate.cached import coarsest_of, join_gates
@@ -33,7 +35,6 @@ from triptych.core.gate.runs import write_warm_ups
 from triptych.core.gate.verify import LiveOptions, verify_pipeline
 from triptych.core.gate_rows import measure_diversity
 from triptych.core.inputs import PipelineInputs, read_inputs
-from triptych.core.own_chain import open_artifact
 from triptych.core.own_inputs import read_own_inputs
 from triptych.core.precision.stage import CheckedCore, full_precision, lower_precision, shared_core
 from triptych.models.source import read_license
@@ -96,7 +97,7 @@ class CompiledStages:
         cores = [core]
         for inputs in core.inputs.others:
             behind = inputs.run_behind(
-                {each.plan.model: open_artifact(each.file) for each in cores},
+                {each.plan.model: run_session(open_session(each.file)) for each in cores},
                 {each.plan.model: each.files for each in cores},
                 coarsest_of([each.gate.precision for each in cores]),
             )

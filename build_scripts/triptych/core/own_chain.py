@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from triptych.base.arrays import Array
 from triptych.base.cache import key_of
-from triptych.base.onnx_graph import open_session
 from triptych.base.tensors import Tensor
-from triptych.core.export.own_graph import OwnGraph, RunGraph, run_session
+from triptych.core.export.own_graph import OwnGraph, RunGraph
 from triptych.core.requests import GateRequest, make_record
 from triptych.models.info import ModelNames, OwnStage
 from triptych.runtime.own_model import OwnDecoder, OwnRowMaker
@@ -84,11 +82,6 @@ def run_models(runs: Runs, models: Sequence[ModelNames], arrays: Arrays) -> dict
         found = runs[names.model]({name: arrays[array] for name, array in names.inputs.items()})
         results |= {array: found[name] for name, array in names.outputs.items()}
     return results
-
-
-def open_artifact(file: Path) -> RunGraph:
-    """Return a function that runs a core as the server will."""
-    return run_session(open_session(file))
 
 
 @dataclass(frozen=True)

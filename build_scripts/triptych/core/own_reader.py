@@ -36,8 +36,6 @@ class OwnReader:
     """Makes requests of a pipeline around the user's own model, as its preprocess step will.
 
     Args:
-        spec: Spec of the pipeline.
-        task: Task of the pipeline.
         info: Information on the model, for `accepted`.
         chain: Functions and models of a pipeline with several models; else None.
 
@@ -182,7 +180,7 @@ class OwnReader:
 
     def maker(self, info: ModelInfo) -> OwnRowMaker:
         """Return the batch encoder of the pipeline."""
-        return self._open(self._settings(info))
+        return OwnRowMaker(self._settings(info), self._spec.folder)
 
     def discover(self, own: OwnInterface, requests: Sequence[GateRequest]) -> list[CoreRows]:
         """Return what `preprocess` makes of requests before all tensors are known.
@@ -192,7 +190,7 @@ class OwnReader:
         """
         settings = self._settings(info_of_interface(own))
         del settings["past_core"]
-        maker = self._open(settings)
+        maker = OwnRowMaker(settings, self._spec.folder)
         return [made for _, made in self._made(maker, requests)]
 
     def step(self, stage: OwnStage) -> OwnStep:
@@ -300,9 +298,6 @@ class OwnReader:
 
     def _settings(self, info: ModelInfo) -> dict[str, object]:
         return {**self._task.settings(info), "max_core_rows": self._spec.max_rows(PREPROCESS)}
-
-    def _open(self, settings: Mapping[str, object]) -> OwnRowMaker:
-        return OwnRowMaker(settings, self._spec.folder)
 
     def _made(
         self, maker: OwnRowMaker, requests: Sequence[GateRequest]

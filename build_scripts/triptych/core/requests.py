@@ -81,11 +81,11 @@ def hash_rows(rows: Iterable[Sample]) -> str:
     """Return the hash of core rows, in hex."""
     digest = hashlib.sha256()
     for row in rows:
-        pixels = row if isinstance(row, np.ndarray) else None
-        head = json.dumps(row) if pixels is None else f"{pixels.shape}"
-        head += f"{pixels.dtype}" if pixels is not None and pixels.dtype.names else ""
-        digest.update(f"{len(head)} {head}".encode())
-        digest.update(b"" if pixels is None else pixels.tobytes())
+        if isinstance(row, TokenRow):
+            head, data = json.dumps(row), b""
+        else:
+            head, data = f"{row.shape}{row.dtype if row.dtype.names else ''}", row.tobytes()
+        digest.update(f"{len(head)} {head}".encode() + data)
     return digest.hexdigest()
 
 
@@ -165,7 +165,6 @@ def core_feed(
     Args:
         samples: Rows, all of tokens or all of pixels of one size.
         inputs: Inputs of the core as its config declares them; inputs that Triton makes are added.
-        pad_token_id: Token id for padding.
         width: Padded length in tokens, with each row as a separate request. None for the usual
             feed: padded to the longest row, or packed, in requests of `REQUEST_SIZES`.
     """
@@ -278,7 +277,6 @@ def write_samples(path: Path, rows: Sequence[Sample]) -> None:
     """Write core rows, all tokens, all pixels of one size, or all of the user's own model.
 
     Args:
-        path: Path of the file.
         rows: Non-empty list of rows.
 
     Raises:

@@ -44,11 +44,11 @@ CODE = (
     "runtime/*.py",
     "!runtime/engine_*.py",
     "!runtime/generation_*.py",
-    "!runtime/engine_ctranslate2.py",
     "core/openvino.py",
     "core/requests.py",
     "base/onnx_graph.py",
     "repository/records.py",
+    "spec/own_task.py",
 )
 GATE_FILE = "gate.json"
 
@@ -65,9 +65,7 @@ class GateFailure(Exception):
     """Failed gate that ends a build before the build writes anything.
 
     Args:
-        pipeline: Name of the pipeline.
-        gate: Result of the gate.
-        plan: Plan of an encoder; None for other kinds.
+        plan: Plan of a compiled core; None for other kinds.
         remedy: Remedy for the message, if there is no plan.
     """
 
@@ -89,7 +87,6 @@ class Gate:
     Args:
         inputs: Inputs of the pipeline, with the gate's rows.
         precision: Precision of the cores, which decides the limits.
-        progress: Receives each result.
         served: Whether the cores are those that will be served, so that they run as `open_core`
             says; else ONNX Runtime runs them.
 

@@ -199,13 +199,9 @@ def check(
     """Compare the artifact with the reference, fail-closed.
 
     Args:
-        run: Runs a batch on the artifact.
         case: Rows of the gate, edge cases first. All rows also run in reverse order and by length,
             some also alone.
-        precision: Precision of the artifact.
         metrics: Names of the metrics to report, from `tasks.accuracy.METRICS`.
-        labeled: Labeled rows of the user.
-        notes: Further notes for the result.
 
     Raises:
         ValueError: The number of expected results differs from the number of core rows.
@@ -385,7 +381,6 @@ def judge_probe(run: RunBatch, case: GateCase) -> tuple[ProbeResult, tuple[str, 
     the batch. Only the metrics that have a limit are reported.
 
     Args:
-        run: Runs a batch on the artifact.
         case: Requests of the probe, at least one, with the limits of `tasks.accuracy.probe_limits`.
     """
     requests, samples, limits = case.requests, case.samples, case.limits
@@ -412,7 +407,7 @@ def judge_probe(run: RunBatch, case: GateCase) -> tuple[ProbeResult, tuple[str, 
     worst = worst_rows(
         requests, compared.badness, errors_of_requests, compared.wanted, compared.got
     )
-    failures = [] if finite else ["results are not all finite"]
+    failures = [] if finite else [NOT_FINITE]
     failures += failure_messages(verdicts, {})
     said = tuple(f"{OUTSIDE}: {failure}" for failure in failures)
     return ProbeResult(len(requests), verdicts, worst[:WORST_PROBE_ROWS]), said
@@ -420,10 +415,9 @@ def judge_probe(run: RunBatch, case: GateCase) -> tuple[ProbeResult, tuple[str, 
 
 def describe_probe(probe: ProbeResult) -> str:
     """Return the result in one line."""
-
-    def figures() -> Iterator[str]:
-        for verdict in probe.verdicts:
-            mark = "" if verdict.passed else f" (FAILED: limit {verdict.limit:g})"
-            yield f"{verdict.metric} {verdict.value:.4g}{mark}"
-
-    return f"{OUTSIDE}: {probe.rows} varied texts: {', '.join(figures())}"
+    figures = [
+        f"{verdict.metric} {verdict.value:.4g}"
+        + ("" if verdict.passed else f" (FAILED: limit {verdict.limit:g})")
+        for verdict in probe.verdicts
+    ]
+    return f"{OUTSIDE}: {probe.rows} varied texts: {', '.join(figures)}"

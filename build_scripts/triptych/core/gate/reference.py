@@ -128,7 +128,7 @@ def _model_outputs(
     if any(isinstance(sample, TokenRow) for sample in samples):
         # The model gets what its pipeline in transformers gives it.
         made = _read_by(model, load_tokenizer(folder).model_input_names)
-    expected = []
+    expected, activation = [], _activation(info, core)
     with torch.inference_mode():
         for sample in counted(samples, "rows", len(samples)):
             if isinstance(sample, TokenRow):
@@ -140,13 +140,11 @@ def _model_outputs(
                 results = [output.start_logits[0], output.end_logits[0]]
             elif isinstance(sample, TokenRow) and core.reads == "mask":
                 results = [output.logits[0, _mask_place(sample, info)]]
-            elif core.returns == "vector" and isinstance(sample, TokenRow):
-                results = [pooled(output, "pooler")[0]]
             elif core.returns == "vector":
-                results = [pooled(output, info.pooling[0])[0]]
+                pooling = "pooler" if isinstance(sample, TokenRow) else info.pooling[0]
+                results = [pooled(output, pooling)[0]]
             else:
                 results = [output.logits[0]]
-            activation = _activation(info, core)
             expected.append(tuple(_activated(result, activation).numpy() for result in results))
     return expected
 
@@ -474,7 +472,6 @@ def _graph_outputs(
     """Return the outputs of the user's own graph for each row alone.
 
     Args:
-        inputs: Inputs of the pipeline.
         samples: Rows of the core.
         double: Whether to run with another rounding; see `open_own_model`.
     """
@@ -530,9 +527,8 @@ def reference_of(
     def run() -> list[Expected]:
         if plan.info.own is not None:
             return _graph_outputs(inputs, samples, double=double)
-        folder = inputs.model_folder
         return reference_outputs(
-            folder,
+            inputs.model_folder,
             plan.info,
             plan.core,
             samples,
@@ -592,7 +588,6 @@ def measure_rounding(
     Returns None if the model does not run in fp64, or a result is not finite.
 
     Args:
-        inputs: Inputs of the pipeline.
         expected: Outputs of the reference in fp32, for all rows of the gate.
         progress: Receives a line for each damaged entry of the cache.
     """

@@ -17,6 +17,7 @@ from triptych.base.cache import cached_stage, code_hash, versions_of
 from triptych.base.errors import Progress, UserError
 from triptych.base.onnx_graph import open_session
 from triptych.base.tensors import ROW_OFFSET, Tensor, TokenRow
+from triptych.core.export.own_graph import run_session
 from triptych.core.gate.own_reference import Reference, answer_all
 from triptych.core.inputs import PipelineInputs
 from triptych.core.openvino import compile_model
@@ -52,7 +53,8 @@ def open_onnx(path: Path, core: Core, inputs: tuple[Tensor, ...], *, pad_token_i
 
     The other arguments are those of `by_rows`.
     """
-    return by_rows(_run_onnx(path, core), core, inputs, pad_token_id=pad_token_id)
+    run = run_session(open_session(path))
+    return by_rows(run, core, inputs, pad_token_id=pad_token_id)
 
 
 def by_rows(
@@ -64,7 +66,6 @@ def by_rows(
         run_feed: Returns the outputs for a feed, by name.
         core: Core whose outputs `run_feed` returns.
         inputs: Inputs of a feed, as `core_feed` takes them.
-        pad_token_id: Token ID of the padding.
     """
     names = [tensor.name for tensor in core.outputs]
 
@@ -107,20 +108,13 @@ def open_core(path: Path, plan: Plan, served_in: str = "") -> RunBatch:
 
     Args:
         path: Path of the ``model.onnx``.
-        plan: Plan of the pipeline.
         served_in: Precision in which the core's backend computes the graph, to run it with the
             backend's own library if the gate does that (`CoreBackend.runs_gate`). Empty, or for
             another backend: ONNX Runtime runs the graph as it is.
     """
     own = served_in and plan.backend.runs_gate
-    run = _run_openvino(path, plan.core, served_in) if own else _run_onnx(path, plan.core)
+    run = _run_openvino(path, plan.core, served_in) if own else run_session(open_session(path))
     return by_rows(run, plan.core, plan.core_inputs, pad_token_id=plan.info.pad_token_id)
-
-
-def _run_onnx(path: Path, core: Core) -> RunFeed:
-    session = open_session(path)
-    names = [tensor.name for tensor in core.outputs]
-    return lambda feed: dict(zip(names, session.run(names, feed), strict=True))
 
 
 def _run_openvino(path: Path, core: Core, precision: str) -> RunFeed:
@@ -166,8 +160,6 @@ def run_ways(
     The first way is `IN_BATCHES`, with every row; the other ways are compared with it.
 
     Args:
-        run: Runs a batch on the artifact.
-        samples: Core rows.
         expected: Outputs of the reference for each row, which decide the shapes.
         core: Core whose outputs the artifact returns.
         batch_size: Maximum number of rows in a batch.
@@ -296,7 +288,6 @@ def decode(
     """Return the answer to each request, decoded from the core's outputs for its rows.
 
     Args:
-        decoding: Decoder and its settings.
         requests: Requests of one row each.
         outputs: Outputs of each core row; per-token outputs have one entry for each token.
 
