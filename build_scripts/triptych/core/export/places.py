@@ -146,23 +146,19 @@ def compute_from_shapes(model: onnx.ModelProto) -> None:
     Args:
         model: An `onnx.ModelProto`; it is changed in place.
     """
-    from onnx import helper, numpy_helper
+    from onnx import numpy_helper
 
     nothing = numpy_helper.from_array(np.zeros(1, np.float32))
-    constants = {"sizes.tile": np.array([TENSORRT_TILE], np.int64)}
+    constants = {"tile_size": np.array([TENSORRT_TILE], np.int64)}
     steps: list[Step] = [
-        ("Shape", ["input_ids"], "sizes.tokens", {}),
-        ("Shape", ["row_length"], "sizes.rows", {"start": 0, "end": 1}),
-        ("Div", ["sizes.tokens", "sizes.tile"], "sizes.whole_tiles", {}),
-        ("Add", ["sizes.whole_tiles", "sizes.rows"], "sizes.tiles", {}),
-        ("ConstantOfShape", ["sizes.tile"], TILE.name, {"value": nothing}),
-        ("ConstantOfShape", ["sizes.tiles"], TILES.name, {"value": nothing}),
+        ("Shape", ["input_ids"], "tokens", {}),
+        ("Shape", ["row_length"], "rows", {"start": 0, "end": 1}),
+        ("Div", ["tokens", "tile_size"], "whole_tiles", {}),
+        ("Add", ["whole_tiles", "rows"], "tiles_size", {}),
+        ("ConstantOfShape", ["tile_size"], TILE.name, {"value": nothing}),
+        ("ConstantOfShape", ["tiles_size"], TILES.name, {"value": nothing}),
     ]
-    nodes = [
-        helper.make_node(operator, inputs, [output], name=f"node.{output}", **attributes)
-        for operator, inputs, output, attributes in steps
-    ]
-    _prepend(model, nodes, constants)
+    _compute(model, "sizes", steps, constants, (TILE, TILES))
 
 
 def _compute(
@@ -172,8 +168,11 @@ def _compute(
     constants: Mapping[str, Array],
     results: Sequence[Tensor],
 ) -> None:
-    """Insert steps before all other nodes; names but those of inputs and results get a prefix."""
-    from onnx import helper
+    """Insert steps before all other nodes; values that they compute are no inputs any more.
+
+    Names but those of inputs and results get a prefix.
+    """
+    from onnx import helper, numpy_helper
 
     known = {value.name for value in model.graph.input} | {tensor.name for tensor in results}
     names = {name for _, operands, result, _ in steps for name in (*operands, result)}
@@ -188,15 +187,6 @@ def _compute(
         )
         for index, (operator, operands, result, attributes) in enumerate(steps)
     ]
-    _prepend(model, nodes, {inside[name]: value for name, value in constants.items()})
-
-
-def _prepend(
-    model: onnx.ModelProto, nodes: list[onnx.NodeProto], constants: Mapping[str, Array]
-) -> None:
-    """Insert nodes before all others; values that the nodes compute are removed from the inputs."""
-    from onnx import numpy_helper
-
     graph = model.graph
     computed = {name for node in nodes for name in node.output}
     inputs = [value for value in graph.input if value.name not in computed]
@@ -204,5 +194,5 @@ def _prepend(
     graph.input.extend(inputs)
     set_nodes(graph, [*nodes, *list(graph.node)])
     graph.initializer.extend(
-        numpy_helper.from_array(value, name) for name, value in constants.items()
+        numpy_helper.from_array(value, inside[name]) for name, value in constants.items()
     )
