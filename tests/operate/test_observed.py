@@ -25,15 +25,16 @@ from tests.support.http_pages import comes_true
 from tests.support.monitor_cases import look
 from tests.support.processes import serving_http
 from tests.support.project import build_into, write_pipeline
-from triptych.base.explained import plain
+from triptych.base.explained import plain, render_yaml
 from triptych.client import Client, InferenceError
 from triptych.deploy.context import read_context
 from triptych.deploy.envoy import proxy_settings
 from triptych.deploy.kubernetes import (
+    TEMPLATES,
     render_alertmanager,
     render_panels,
-    render_rule,
     render_scaled_object,
+    template_values,
 )
 from triptych.deploy.options import DeployOptions
 from triptych.operate.monitor.metrics import RunCollector, metrics_page
@@ -144,7 +145,8 @@ class Deployed:
             rps_per_replica=50.0, cpu_cores=1.0, memory_mib=2048, monitor_image="watch:1",
         )  # fmt: skip
         context = read_context(repository, "tiny", options, folder, time_scale=SCALE)
-        rules = plain(render_rule(context))
+        template = TEMPLATES / "prometheus-rule.yaml.j2"
+        rules = plain(render_yaml(template, **template_values(context)))
         scaled = plain(render_scaled_object(context))
         panels = render_panels(context)
         self.groups: list[dict[str, Any]] = rules["spec"]["groups"]

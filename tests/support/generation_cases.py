@@ -20,7 +20,8 @@ from tests.support.tokenizers_of_kinds import byte_level
 from triptych.building.generation.adapters import CONFIG, WEIGHTS
 from triptych.building.generation.inputs import GeneratingInputs, Prompt
 from triptych.building.generation.reference import Reference
-from triptych.building.generation.render import EngineModule, register_engine
+from triptych.building.generation.render import ENGINES, EngineModule
+from triptych.spec.generation_fields import GENERATION_BACKENDS
 
 TEXTS = (
     "The quick brown fox jumps over the lazy dog, and the dog sleeps on.",
@@ -140,8 +141,8 @@ def fake_backend(token_delay_ms: float = 0.0) -> str:
     """Register the fake engine, which takes a time for each token; its name for `core.backend`."""
     name = f"fake_{token_delay_ms:g}ms"
     settings = {"token_delay_ms": token_delay_ms}
-    engine = EngineModule(str(FAKE_FILE), fake=RepeatedPrompt(), settings=settings)
-    register_engine(name, engine, on_gpu=False)
+    ENGINES[name] = EngineModule(str(FAKE_FILE), fake=RepeatedPrompt(), settings=settings)
+    GENERATION_BACKENDS[name] = False
     return name
 
 

@@ -185,11 +185,6 @@ def _base_values(c: DeploymentContext) -> dict[str, Any]:
     }
 
 
-def render_rule(c: DeploymentContext) -> object:
-    """Return the PrometheusRule."""
-    return render_yaml(TEMPLATES / "prometheus-rule.yaml.j2", **template_values(c))
-
-
 def render_scaled_object(c: DeploymentContext) -> object:
     """Return the ScaledObject."""
     return render_yaml(TEMPLATES / "scaled-object.yaml.j2", **template_values(c))

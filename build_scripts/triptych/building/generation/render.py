@@ -33,7 +33,6 @@ from triptych.runtime.generation_metrics import make_time_bounds
 from triptych.runtime.prompts import PIECES_FILE, TEMPLATE_FILE
 from triptych.runtime.sampling_parameters import FIELD
 from triptych.runtime.triton_io import SETTINGS_FILE
-from triptych.spec.generation_fields import GENERATION_BACKENDS
 
 if TYPE_CHECKING:
     from tritonclient.grpc.model_config_pb2 import ModelConfig
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineModule:
-    """Module of an engine that generates text, as `register_engine` adds it."""
+    """Module of an engine that generates text."""
 
     file: str  # The module: a name in `runtime`, or an absolute path
     is_compared: bool = True  # Whether the gate can run the engine against transformers
@@ -67,16 +66,7 @@ ENGINES = {
     "tensorrt_llm": EngineModule("engine_tensorrt_llm.py", is_compared=False),
     "ctranslate2": EngineModule("engine_ctranslate2.py", forms_batches=True),
 }
-"""Engines by the name that `core.backend` gives them."""
-
-
-def register_engine(name: str, engine: EngineModule, *, on_gpu: bool = True) -> None:
-    """Add an engine that `core.backend` may name, for the life of this process.
-
-    Tests register fake engines, which are unknown to `core.backend` outside of these tests.
-    """
-    ENGINES[name] = engine
-    GENERATION_BACKENDS[name] = on_gpu
+"""Engines by the name that `core.backend` gives them. Tests add fake ones."""
 
 
 INPUTS = (
