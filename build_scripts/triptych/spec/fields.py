@@ -217,7 +217,7 @@ class CoreSettings(Frozen):
     layout: Literal["packed", "bucketed", "auto"] = "packed"
     max_batch_size: Annotated[int, Field(ge=1, le=1024)] = 32
     max_batch_mib: Annotated[int, Field(ge=1, le=1_000_000)] = 2048
-    bucket_count: Annotated[int, Field(ge=1, le=32)] = 6
+    bucket_count: Annotated[int, Field(ge=1, le=32)] = BACKENDS["onnxruntime"].bucket_count
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     session: SessionOptions = SessionOptions()
     shared_from: str | None = None

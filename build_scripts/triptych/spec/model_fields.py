@@ -18,7 +18,7 @@ from typing_extensions import TypeIs
 from triptych.base.errors import UserError
 from triptych.base.tensors import DType, Tensor
 from triptych.models.fields import Frozen
-from triptych.spec.fields import Accuracy, CoreSettings, Distance, Positive, Serving
+from triptych.spec.fields import Accuracy, CoreSettings, Distance, Instances, Positive, Serving
 from triptych.spec.spec import EncoderSpec, load_tunable
 from triptych.tasks.task import Rule
 
@@ -414,7 +414,7 @@ class ModelSpec(BaseModel):
         instances = serving.setdefault("instances", {}) if isinstance(serving, dict) else None
         if not isinstance(instances, dict):
             return given
-        usual = instances.get("core", 1)
+        usual = instances.get("core", Instances().core)
         filled = {
             name: {
                 **model,
