@@ -354,6 +354,7 @@ TEMPLATE_MISTAKES: list[tuple[list[str], list[str]]] = [
     (["--template", "good", "--templates", "gone"], ["`--templates` must be an existing folder"]),
     (["--template", "own/good", "--hooks"], ["for a template with a folder `hooks`"]),
     (["--template", "own/linked"], ["must not contain links", "own/linked/key"]),
+    (["--template", "own/latin"], ["must have a pipeline.yaml in UTF-8", "own/latin"]),
     (
         ["--template", "own/no-model", "--model", "a/b"],
         ["`--model` must not be a folder or Hub id for this"],
@@ -370,6 +371,7 @@ def test_a_mistake_is_named_and_writes_nothing(
     write_template(Path("own/no-model"), spec="task: text-classification\n")
     (write_template(Path("own/linked")) / "key").symlink_to("../../outside.txt")
     Path("outside.txt").write_text("")
+    (write_template(Path("own/latin")) / "pipeline.yaml").write_bytes(b"# Prices in \xa3\n")
     for words, expected in TEMPLATE_MISTAKES:
         error = run("new", "mine", *words).exception
         assert getattr(error, "message", None), (words, error)

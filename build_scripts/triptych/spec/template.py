@@ -75,7 +75,7 @@ def list_templates(folder: Path | None = None) -> list[Template]:
     found = {}
     for parent in (BUILT_IN, *([] if folder is None else [folder.resolve()])):
         for spec in parent.glob(f"*/{SPEC_FILE}"):
-            first = spec.read_text(encoding="utf-8").partition("\n")[0]
+            first = spec.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
             description = re.sub(r"^#\s*(?:@name@: )?", "", first).strip()
             found[spec.parent.name] = Template(spec.parent.name, spec.parent, description)
     return [found[name] for name in sorted(found)]
@@ -123,7 +123,8 @@ def fill(template: Path, target: Path, *, with_hooks: bool, marks: Mapping[str, 
         marks: Text in place of each mark, such as ``@name@``, in the text files.
 
     Raises:
-        UserError: The template has a link, or no files of hooks are there to write.
+        UserError: The template has a link, no files of hooks to write, or a spec in another
+            encoding than UTF-8.
     """
     is_built_in = template.parent == BUILT_IN
     if with_hooks and not is_built_in and not (template / HOOKS).is_dir():
@@ -146,6 +147,15 @@ def fill(template: Path, target: Path, *, with_hooks: bool, marks: Mapping[str, 
         file = target / (name.removesuffix(".txt") if name.endswith(".py.txt") else name)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(_replace(content, marks))
+    try:
+        (target / SPEC_FILE).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            "--template",
+            f"must have a {SPEC_FILE} in UTF-8",
+            given=f"{template}: {error}",
+            remedy="Convert the file",
+        ) from error
 
 
 def _list_files(template: Path) -> Iterator[Path]:
