@@ -38,6 +38,7 @@ from triptych.deploy.assumptions import (
     assume_cores,
     assume_memory,
     core_files_mib,
+    is_on_gpu,
 )
 from triptych.deploy.checks import CHECKS, check_manifests, objects
 from triptych.deploy.checks.pods import BuildInfo
@@ -244,6 +245,8 @@ def test_processor_and_memory_are_assumed_for_all_models(
     # preprocess, crop and postprocess; two instances of one thread, and one of three threads
     assert assume_cores(build)[0] == 3 + 2 + 3
     assert assume_memory(build, tmp_path)[0] == SERVER_MIB + 3 * STEP_MIB
+    assert not is_on_gpu(build.spec)
+    assert is_on_gpu(load_model_spec(Path(made.folder), ["models.classifier.core.device=gpu"]))
     monkeypatch.setattr(numbers, "largest_request_mib", lambda *_: 1)
     assert numbers.shm_mib(build, tmp_path) == 3 * (STEP_SHM_MIB + 1)
 

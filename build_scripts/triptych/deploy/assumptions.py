@@ -101,6 +101,11 @@ def _models(spec: CompiledSpec) -> list[CompiledSpec]:
     return [spec.with_model(name) for name in spec.models or [""]] if is_own(spec) else [spec]
 
 
+def is_on_gpu(spec: CompiledSpec) -> bool:
+    """Return whether the core, or one of several cores, runs on a GPU."""
+    return any(one.core.device == "gpu" for one in _models(spec))
+
+
 def count_step_processes(spec: CompiledSpec) -> int:
     """Return the number of Python processes: functions between models have those of preprocess."""
     instances, functions = spec.serving.instances, len(spec.steps) if is_own(spec) else 1

@@ -15,7 +15,7 @@ from triptych.base.explained import ExplainedValue, reasons_of
 from triptych.container.manifests import find_pipelines
 from triptych.container.processor import node_label
 from triptych.container.settings import CORES_VARIABLE
-from triptych.deploy.assumptions import Assumption, assume_alone, assume_slo
+from triptych.deploy.assumptions import Assumption, assume_alone, assume_slo, is_on_gpu
 from triptych.deploy.metrics import Metrics
 from triptych.deploy.numbers import MeasuredReplica, Sizes, compute_sizes, read_measurements
 from triptych.deploy.options import DeployOptions, complete_options
@@ -184,7 +184,7 @@ def read_context(
         objectives=list(encoder_objectives(build, options, metrics)),
         rule_values=encoder_rule_values(build, options, measured, metrics),
         triggers=encoder_triggers(build, sizes, metrics),
-        gpus=build.spec.serving.gpus_of_replica if build.spec.core.device == "gpu" else 0,
+        gpus=build.spec.serving.gpus_of_replica if is_on_gpu(build.spec) else 0,
         cores=ExplainedValue(measured.cpu_cores.value, "at capacity"),
         peak_per_s=measured.peak_per_s,
         limits_ms=list(build.spec.serving.slo.limits_ms.values()),
@@ -215,7 +215,7 @@ def find_others(repository: Path, name: str) -> list[str]:
 
 
 def _place(build: CompiledManifest, options: DeployOptions, measured: MeasuredReplica) -> Placement:
-    if build.spec.core.device == "cpu":
+    if not is_on_gpu(build.spec):
         if options.gpu_product is not None:
             raise UserError(
                 "--gpu-product",
