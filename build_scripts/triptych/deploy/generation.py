@@ -13,7 +13,7 @@ from triptych.base.errors import UserError
 from triptych.base.explained import ExplainedValue
 from triptych.container.manifests import STEP_SHM_MIB, largest_request_mib
 from triptych.container.supervisor import EXIT_S
-from triptych.deploy.assumptions import assume_alone
+from triptych.deploy.assumptions import assume_alone, core_files_mib
 from triptych.deploy.context import (
     VERSION_DIGITS,
     DeploymentContext,
@@ -35,7 +35,6 @@ from triptych.deploy.rules import TextSpec, generation_objectives, generation_ru
 from triptych.deploy.scaling import generation_triggers
 from triptych.deploy.variables import step_shm_mib
 from triptych.repository.manifest import TextManifest, build_id, read_manifest
-from triptych.runtime.generation_messages import MODEL_FOLDER
 from triptych.runtime.sampling_parameters import DEFAULTS
 from triptych.spec.generation_fields import GeneratingSpec
 
@@ -47,7 +46,6 @@ _TOKEN_MS = 100
 _ENGINE_MIB, _STEPS_CPU = 4096, 2
 _PARTS_SHM_MIB, _CACHES_MIB = 2048, 1024
 _END_MARGIN_S, _MAX_FACTOR = 5, 4
-_MIB = 1 << 20
 _BY_CONCURRENCY = (
     "it scales by requests in flight, not by their rate",
     "Set core.max_num_seqs, the number of requests that one replica takes",
@@ -161,7 +159,7 @@ def _processes(spec: GeneratingSpec) -> int:
 
 
 def _sizes(repository: Path, spec: TextSpec, options: DeployOptions) -> Sizes:
-    weights_mib = _weights_mib(repository, spec)
+    weights_mib = core_files_mib(repository, spec.name)
     start_s = math.ceil(_START_FACTOR * (weights_mib / _READ_MIB_S + _ENGINE_S))
     ready_s = options.startup_seconds or start_s / _START_FACTOR
     answer_s = math.ceil(
@@ -236,8 +234,3 @@ def _sizes(repository: Path, spec: TextSpec, options: DeployOptions) -> Sizes:
             _CACHES_MIB, "code that the engine compiles, not measured; nothing in it persists"
         ),
     )
-
-
-def _weights_mib(repository: Path, spec: TextSpec) -> float:
-    folder = repository / f"{spec.name}_core/1" / MODEL_FOLDER
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / _MIB
