@@ -260,9 +260,9 @@ class PartWorker:
                 own = self._options.repository is not None
                 of_server = own and isinstance(error.__cause__, ServerUnreachableError)
                 if not (of_files or of_server) or attempt == _ATTEMPTS - 1:
-                    is_plain = isinstance(error, OSError)
-                    failure = unreadable("--out", self._options.out, error) if is_plain else error
-                    told = dict(failure.as_dict())
+                    if isinstance(error, OSError):
+                        error = unreadable("--out", self._options.out, error)
+                    told = dict(error.as_dict())
                     told["field"] = re.sub(rf".*/{_SCRATCH}[^/]*/[^:]*", path, told["field"])
                     return told
                 if of_files:
