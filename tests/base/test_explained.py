@@ -58,3 +58,9 @@ def test_text_that_kubernetes_would_read_as_a_number_is_quoted() -> None:
         assert yaml_of({"version": text}) == f"version: '{text}'\n"
     for text in ("2.51.0", "10m", "4797f6016330"):
         assert yaml_of({"version": text}) == f"version: {text}\n"
+
+
+def test_text_of_several_lines_keeps_its_ends() -> None:
+    for text in ("a\nb", "a\nb\n", "a\n\n", "\n", " a\n  b", "a \nb", "a\tb\n", "\u00e9\n"):
+        assert parse_yaml(yaml_of({"script": {"text": text}})) == {"script": {"text": text}}
+    assert yaml_of({"text": "a\nb"}) == "text: |-\n  a\n  b\n"

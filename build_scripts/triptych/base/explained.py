@@ -184,8 +184,11 @@ def _lines(node: Any, indent: int) -> Iterator[str]:
                 yield name
                 yield from _lines(value, indent + 2)
             elif isinstance(value, str) and "\n" in value:
-                yield f"{name} |-"
-                yield from textwrap.indent(value, pad + "  ").splitlines()
+                # Its first line says what line breaks it ends with and what spaces it begins with.
+                text = yaml.safe_dump(value, default_style="|", width=_UNBROKEN, allow_unicode=True)
+                head, *rest = text.removesuffix("...\n").removesuffix("\n").split("\n")
+                yield f"{name} {head}"
+                yield from (line and pad + line for line in rest)
             else:
                 yield f"{name} {_scalar(value)}"
         return
