@@ -360,7 +360,8 @@ def classify(
         For each text its labels, best first.
     """
     inputs = {"text": texts} if text_pairs is None else {"text": texts, "text_pair": text_pairs}
-    return _choices(inputs, _given(top_k=top_k, threshold=threshold), timeout_s)
+    parameters = _given(top_k=top_k, threshold=threshold)
+    return _ranked(inputs, parameters, timeout_s, "label", Choice)
 
 
 def classify_images(
@@ -380,9 +381,8 @@ def classify_images(
     Returns:
         For each image its labels, best first.
     """
-    return _choices(
-        {"image": encode_images(images)}, _given(top_k=top_k, threshold=threshold), timeout_s
-    )
+    inputs, parameters = {"image": encode_images(images)}, _given(top_k=top_k, threshold=threshold)
+    return _ranked(inputs, parameters, timeout_s, "label", Choice)
 
 
 def classify_zero_shot(
@@ -409,7 +409,7 @@ def classify_zero_shot(
         multi_label=multi_label,
         hypothesis_template=hypothesis_template,
     )
-    return _choices({"text": texts}, parameters, timeout_s)
+    return _ranked({"text": texts}, parameters, timeout_s, "label", Choice)
 
 
 def fill_mask(
@@ -518,12 +518,6 @@ def rerank(
     check_rows("text_pair", passages)
     inputs = {"text": [query] * len(passages), "text_pair": passages}
     return TaskCall(inputs, _given(prompt=prompt), ("score",), read, read_row, timeout_s)
-
-
-def _choices(
-    inputs: Rows, parameters: dict[str, Parameter], timeout_s: float | None
-) -> TaskCall[list[list[Choice]], list[Choice]]:
-    return _ranked(inputs, parameters, timeout_s, "label", Choice)
 
 
 def _ranked(

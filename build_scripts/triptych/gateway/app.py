@@ -53,9 +53,8 @@ class Operator(Endpoints):
         calls = [
             self._pipelines.find(name).client.ready(timeout_s=_HEALTH_TIMEOUT_S) for name in names
         ]
-        for name, ready in zip(
-            names, await asyncio.gather(*calls, return_exceptions=True), strict=True
-        ):
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for name, ready in zip(names, answers, strict=True):
             if isinstance(ready, BaseException) and not isinstance(ready, InferenceError):
                 raise ready
             if ready is not True:
@@ -175,10 +174,7 @@ def describe(operations: Sequence[Operation]) -> dict[str, object]:
         if operation.body is not None:
             schema = references[operation.body, "validation"]
             content = {"schema": schema, "example": operation.example}
-            described["requestBody"] = {
-                "required": True,
-                "content": {"application/json": content},
-            }
+            described["requestBody"] = {"required": True, "content": {"application/json": content}}
         paths.setdefault(operation.path, {})[operation.method.lower()] = described
     return {
         "openapi": "3.1.0",
