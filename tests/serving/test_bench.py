@@ -129,6 +129,7 @@ MISTAKES = (
     ("bench tiny --time-budget 5", "Write it as 90s"),
     ("bench tiny --slo p99=fast", "must have the form"),
     ("bench tiny --peak-rps 5", "`--price-per-hour` is required"),
+    ("bench tiny --metrics-url http://h/metrics", "`--metrics-url` is only supported with --url"),
     ("bench tiny --url 127.0.0.1:9 -c 1", "127.0.0.1:9"),
     ("bench-diff here.json there.json", "here.json"),
     ("tune tiny --slo fast", "must have the form"),

@@ -203,6 +203,13 @@ def bench(
     from triptych.serving.bench.results import judge_slo, to_json
     from triptych.spec.any_spec import load_any_spec, parse_any_slo
 
+    if target.metrics_url is not None and target.url is None:
+        raise UserError(
+            "--metrics-url",
+            "is only supported with --url",
+            given=target.metrics_url,
+            remedy="Remove it: the metrics page of the server that bench starts is known",
+        )
     closed = load.concurrency or ([] if load.rate else list(CONCURRENCY))
     loads = parse_loads(closed, load.rate or (), load.arrivals, load.burst)
     spec = load_any_spec(folders.pipelines / name)
