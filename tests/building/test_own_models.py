@@ -226,7 +226,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("[LABELS[index] for", "[index for", "`label` must have elements of type text"),
     ('return {"box": boxes,', 'return {"box": boxes[:-1],', "`box` must have 1 rows"),
     ("def postprocess(arrays:", "def postprocess(array:", "argument `array`"),
-    ("_suppress(", "suppress(", "called by nobody"),
+    ("_suppress(", "suppress(", "is never called"),
     ("FILL = 114", "FILL = 0", ""),
     ("images.append(pixels)", "images.append(pixels + row)", "depends on the other rows"),
     ("    return {INPUT", "    assert not row\n    return {INPUT", "in one request, but not alone"),

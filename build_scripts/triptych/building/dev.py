@@ -136,7 +136,7 @@ def _signatures(code: bytes) -> dict[str, str] | None:
 
 _SETTLE_S = 0.1
 _MAX_SETTLE_S = 2.0
-_PASSING = (".swp", ".tmp", "~", ".pyc")
+_TEMPORARY = (".swp", ".tmp", "~", ".pyc")
 """Suffixes of temporary files of editors and of Python."""
 
 Stamps = dict[str, tuple[int, int]]
@@ -172,7 +172,7 @@ class Watch:
         for root, folders, names in os.walk(self._folder):
             folders[:] = [name for name in folders if not name.startswith((".", "__pycache__"))]
             for name in names:
-                if name.startswith(".") or name.endswith(_PASSING):
+                if name.startswith(".") or name.endswith(_TEMPORARY):
                     continue
                 path = Path(root, name)
                 try:

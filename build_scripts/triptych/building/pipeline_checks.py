@@ -257,7 +257,7 @@ def uncalled(name: str, value: object, known: Iterable[str]) -> Iterator[str]:
     is_own = inspect.isfunction(value) and value.__module__ == MODULE_NAME
     if is_own and not name.startswith("_"):
         yield (
-            f"`{name}` is called by nobody: the functions are {', '.join(known)}; begin the name of"
+            f"`{name}` is never called: the functions are {', '.join(known)}; begin the name of"
             " a function for your own use with `_`"
         )
 
