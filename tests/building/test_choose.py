@@ -82,7 +82,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
         def measure(repositories: Mapping[str, Path], *_: Any, **__: Any) -> dict[str, Throughput]:
             measured.extend(repositories)
             rates = {name: 1.0 + place for place, name in enumerate(measured)} | {best: 99.0}
-            return {name: Throughput(rates[name], 1.0, 1.0, 1.0, 1) for name in repositories}
+            return {name: Throughput(rates[name], 1.0) for name in repositories}
 
         monkeypatch.setattr(auto, "measure_throughputs", measure)
         return measured

@@ -52,10 +52,7 @@ class Throughput:
     """Throughput of one candidate: medians over its rounds."""
 
     throughput_per_s: float  # Answered requests per second, of one row each
-    lowest_per_s: float  # Throughput in the slowest round
-    highest_per_s: float  # Throughput in the fastest round
     p99_ms: float  # 99th percentile of the latency
-    rounds: int  # Number of rounds in which the candidate was measured
 
 
 def measure_throughputs(
@@ -117,18 +114,13 @@ def measure_throughputs(
                 if name == baseline
                 or results[name][-1].throughput_per_s >= MIN_RELATIVE_THROUGHPUT * fastest
             ]
-    return {name: _throughput(of_one) for name, of_one in results.items()}
-
-
-def _throughput(results: Sequence[perf_analyzer.LoadResult]) -> Throughput:
-    rates = [result.throughput_per_s for result in results]
-    return Throughput(
-        throughput_per_s=median(rates),
-        lowest_per_s=min(rates),
-        highest_per_s=max(rates),
-        p99_ms=median(result.percentile_us(99) for result in results) / 1e3,
-        rounds=len(results),
-    )
+    return {
+        name: Throughput(
+            median(one.throughput_per_s for one in rounds),
+            median(one.percentile_us(99) for one in rounds) / 1e3,
+        )
+        for name, rounds in results.items()
+    }
 
 
 BASELINE: Precision = "fp32"

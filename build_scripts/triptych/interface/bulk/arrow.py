@@ -158,12 +158,11 @@ class Parquet:
         return Scan(self._count, self.schema.names)
 
     def chunks(self, wanted: Mapping[str, str], size: int, skip: int) -> Iterator[RowChunk]:
-        first = 0
         for batch in self._batches(size):
-            before, first = first, first + batch.num_rows
-            if first > skip:
-                rows = batch.slice(max(0, skip - before))
-                yield make_chunk(rows, first - rows.num_rows, wanted)
+            rows = batch.slice(min(skip, batch.num_rows))
+            skip -= batch.num_rows - rows.num_rows
+            if rows.num_rows:
+                yield make_chunk(rows, wanted)
 
     def _batches(self, size: int) -> Iterator[pa.RecordBatch]:
         try:
@@ -249,10 +248,10 @@ class RowGroups:
         self._file.write_table(rows)
 
 
-def make_chunk(rows: pa.Table | pa.RecordBatch, first: int, wanted: Mapping[str, str]) -> RowChunk:
+def make_chunk(rows: pa.Table | pa.RecordBatch, wanted: Mapping[str, str]) -> RowChunk:
     """Return rows as a chunk; `wanted` has the column by input."""
     columns = {name: rows.column(column).to_pylist() for name, column in wanted.items()}
-    return RowChunk(first, rows.num_rows, columns, rows)
+    return RowChunk(rows.num_rows, columns, rows)
 
 
 def read_schema(table: Table, names: Sequence[str]) -> pa.Schema:

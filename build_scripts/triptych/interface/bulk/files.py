@@ -57,7 +57,6 @@ class TypedRows(Protocol):
 class RowChunk:
     """Consecutive rows of a file."""
 
-    first: int  # Index of the first row in the file
     count: int  # Number of rows
     # Values of each row by input of the pipeline, as they stand in the file.
     columns: Mapping[str, Sequence[object]]
@@ -208,8 +207,7 @@ class _TextTable:
                 for name, column in wanted.items()
             }
             faults = {index: row.fault for index, row in enumerate(batch) if row.fault}
-            yield RowChunk(skip, len(batch), columns, batch, faults, self._parameters(batch))
-            skip += len(batch)
+            yield RowChunk(len(batch), columns, batch, faults, self._parameters(batch))
 
     def rows(self) -> Iterator[FileRow]:
         """Yield the rows of the file."""

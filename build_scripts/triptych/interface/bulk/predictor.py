@@ -120,7 +120,7 @@ class Predictor:
         with self._lock:
             size = session.job.chunk_rows
             chunks = (
-                make_chunk(rows.slice(first, size), first, wanted)
+                make_chunk(rows.slice(first, size), wanted)
                 for first in range(0, rows.num_rows, size)
             )
             answers = session.run(self._send(chunks))

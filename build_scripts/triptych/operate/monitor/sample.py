@@ -31,7 +31,6 @@ class SampledRow:
 
     location: str  # ``FILE:LINE``, which reveals nothing about the text
     build: str  # Id of the build that answered
-    at: float  # Arrival as Unix time, in seconds
     # Inputs as sent, or as the pipeline's `redact` changed them; bytes for a file.
     inputs: Mapping[str, Any]
     parameters: Mapping[str, Any]  # Parameters of the request
@@ -116,7 +115,6 @@ def _read_row(location: str, build: str, data: Mapping[str, Any]) -> SampledRow:
     return SampledRow(
         location=location,
         build=build,
-        at=float(data["at"]),
         inputs={
             name: base64.b64decode(value["base64"]) if isinstance(value, dict) else value
             for name, value in data["inputs"].items()
