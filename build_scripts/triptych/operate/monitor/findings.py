@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.base.cache import sha256_of
+from triptych.base.formatting import amount
 from triptych.base.tensors import TokenRow
 from triptych.core.inputs import PipelineInputs
 from triptych.core.requests import GateRequest
@@ -227,13 +228,15 @@ def make_notes(
     of_users: int,
     compared: int,
 ) -> Iterator[str]:
-    """Yield notes on excluded rows and edits.
+    """Yield notes on damaged files, excluded rows and edits.
 
     Args:
         of_build: Number of rows that the active build answered.
         of_users: Number of those rows without the health check's.
         compared: Number of those rows that were compared.
     """
+    if sample.damaged:
+        yield f"{amount(sample.damaged, 'line')} of the sample cannot be read"
     if not sample.rows:
         yield "no new rows: the answers since the last run were not checked"
     elif not of_build:
