@@ -31,7 +31,9 @@ def serving_http(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
 
 
 @contextmanager
-def running(server: Server, on_progress: Callable[[str], None] | None = None) -> Iterator[Server]:
+def running(
+    server: Server, on_progress: Callable[[str], object] = lambda _: None
+) -> Iterator[Server]:
     """Run a server, and end it without the seconds that Triton takes to unload its models."""
     try:
         server.start()

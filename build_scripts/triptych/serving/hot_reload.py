@@ -77,7 +77,7 @@ class BuildPoller:
         """Return inode and modification time of each build manifest, by pipeline."""
         found = {}
         for pipeline in self._pipelines():
-            if pipeline.manifest_file.is_file():
+            with suppress(OSError):  # a pipeline without a manifest, or just removed
                 status = pipeline.manifest_file.stat()
                 found[pipeline.name] = (status.st_ino, status.st_mtime_ns)
         return found
@@ -203,7 +203,7 @@ class HotReload:
         production: bool = False,
     ) -> None:
         self._server = server
-        self._on_exchange = on_reload
+        self._on_reload = on_reload
         self._on_problem = on_problem
         self._production = production
         self._builds = BuildPoller(server.repository, only)
@@ -248,7 +248,7 @@ class HotReload:
         except UserError as error:
             self._on_problem(f"{error.message} The previous build keeps serving.")
             return False
-        self._on_exchange(f"{pipeline} was rebuilt and reloaded: {', '.join(changed)}")
+        self._on_reload(f"{pipeline} was rebuilt and reloaded: {', '.join(changed)}")
         return True
 
 

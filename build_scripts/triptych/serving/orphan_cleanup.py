@@ -29,7 +29,7 @@ ENVIRONMENTS = Path("/tmp")
 """Folder in which each Python backend of a server creates a folder at its start."""
 SERVER = "tritonserver"
 _PR_SET_PDEATHSIG = 1
-_POLL_S = 0.02
+_POLL_S, _TIMEOUT_S = 0.02, 5.0
 T = TypeVar("T")
 
 
@@ -57,17 +57,16 @@ def read_processes(read: Callable[[psutil.Process], T]) -> Iterator[tuple[psutil
             yield process, read(process)
 
 
-def remove_orphans(tag: str, paths: Sequence[Path] = (), *, timeout_s: float = 5.0) -> None:
+def remove_orphans(tag: str, paths: Sequence[Path] = ()) -> None:
     """Kill every process with the tag, then remove its shared-memory regions and the paths.
 
     Args:
         tag: Tag of the server; see `new_process_tag`.
         paths: Files and folders of this server; they need not exist.
-        timeout_s: How long to wait for the processes to end, in seconds.
     """
     if not tag:
         raise ValueError("an empty tag would match every region of this machine")
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + _TIMEOUT_S
     clean_checks = 0
     # Two checks, because a process has no environment while exec replaces its program.
     while clean_checks < 2 and time.monotonic() < deadline:

@@ -17,14 +17,14 @@ _PICK_FROM = range(20000, 32000)
 _ATTEMPTS = 200
 
 
-def port_is_busy(port: int, host: str = "127.0.0.1") -> bool:
-    """Return whether another process listens on this port.
+def port_is_busy(port: int) -> bool:
+    """Return whether another process listens on this port of 127.0.0.1.
 
     Raises:
-        UserError: `host` is not an address of this machine, or the user may not open the port.
+        UserError: It is no number of a port, or the user may not open it.
     """
     _check_range("port", port)
-    sock = _bind(host, port)
+    sock = _bind("127.0.0.1", port)
     if sock is not None:
         sock.close()
     return sock is None

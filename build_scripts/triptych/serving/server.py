@@ -360,7 +360,7 @@ class Server:
         conceal_keys(self._process.pid)
 
     def wait_ready(
-        self, timeout_s: float = 600.0, on_progress: Callable[[str], None] | None = None
+        self, timeout_s: float = 600.0, on_progress: Callable[[str], object] = lambda _: None
     ) -> None:
         """Wait until the server and all its models are ready.
 
@@ -374,23 +374,24 @@ class Server:
             ServerError: A model failed, the server exited, or the time ran out.
         """
         deadline = time.monotonic() + timeout_s
-        self._report_plan(on_progress)
+        for line in self.plan_lines:
+            on_progress(line)
         reported: set[str] = set()
         starts, endless = 1, EndlessLoad()
         while True:
             exited = not self._started().is_running
             if starts < _MAX_STARTS and (reason := self._starved(endless)):
                 starts += 1
-                if on_progress is not None:
-                    on_progress(f"the server starts again: {reason}")
+                on_progress(f"the server starts again: {reason}")
                 if self.log_file is not None and not self._own_log:
                     self.log_file.unlink()
                 self.restart()
                 continue
-            ready = not exited and self._answers("/v2/health/ready") and not self._waiting_for()
+            paths = ["/v2/health/ready", *(f"/v2/models/{n}/ready" for n in self.served_models)]
+            ready = not exited and all(map(self._answers, paths))
             state = self._load_state()  # read after `ready`, so that each ready model is reported
             for name in state.loaded:
-                if name not in reported and on_progress is not None:
+                if name not in reported:
                     on_progress(f"{name} is ready")
                 reported.add(name)
             if state.failures or exited:
@@ -546,11 +547,6 @@ class Server:
         self.plan_lines = chosen.lines
         return chosen.name
 
-    def _report_plan(self, report: Callable[[str], None] | None) -> None:
-        if report is not None:
-            for line in self.plan_lines:
-                report(line)
-
     def _started(self) -> ServerProcess:
         if self._process is None:
             raise RuntimeError("the server was not started")
@@ -570,10 +566,6 @@ class Server:
         if self.log_file is None:
             raise RuntimeError("the server was not started")
         return self.log_file.read_text(encoding="utf-8", errors="replace")
-
-    def _waiting_for(self) -> list[str]:
-        names = self.served_models
-        return [name for name in names if not self._answers(f"/v2/models/{name}/ready")]
 
     def _answers(self, path: str) -> bool:
         """Whether a GET is answered with 200."""
