@@ -54,7 +54,9 @@ def _check_release(triton: str) -> str:
     return triton
 
 
-Release = Annotated[str, Field(pattern=r"^\d\d\.(0[1-9]|1[0-2])$"), AfterValidator(_check_release)]
+ReleaseName = Annotated[
+    str, Field(pattern=r"^\d\d\.(0[1-9]|1[0-2])$"), AfterValidator(_check_release)
+]
 """A supported release of Triton, as ``YY.MM``."""
 
 
@@ -464,7 +466,7 @@ class Serving(Frozen):
             installed where the pipeline is built; what they require is added.
     """
 
-    triton: Release = str(OLDEST)
+    triton: ReleaseName = str(OLDEST)
     machine: str | MachineNumbers | None = None
     variants: list[str] | None = None
     instances: Instances = Instances()

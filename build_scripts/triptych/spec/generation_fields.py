@@ -21,7 +21,7 @@ from triptych.runtime.sampling_parameters import (
     PRIORITY,
     find_fault,
 )
-from triptych.spec.fields import ConfigTexts, Positive, PriorityLevels, Release, Versions
+from triptych.spec.fields import ConfigTexts, Positive, PriorityLevels, ReleaseName, Versions
 from triptych.spec.slo import GenerationSlo
 from triptych.spec.spec import load_as, load_tunable
 from triptych.spec.tuned import TUNABLE_GENERATION
@@ -145,7 +145,7 @@ class GenerationServing(Frozen):
             none: first come, first served.
     """
 
-    triton: Release = str(OLDEST)
+    triton: ReleaseName = str(OLDEST)
     queue: GenerationQueue = GenerationQueue()
     preprocess_instances: Annotated[int, Field(ge=1, le=64)] = 1
     stream_interval: Annotated[int, Field(ge=1, le=1024)] = 1
